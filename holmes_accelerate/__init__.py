@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holmes."""
+"""Holmes for Hugging Face Accelerate: under construction. This release offers nothing here; use `holmes_lightning`."""
