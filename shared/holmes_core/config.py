@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HolmesConfig: everything a user may say, and the one reader for keyword arguments, yaml and environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml  # type: ignore[import-untyped]
+
+from holmes_core.cluster.host import ClusterSpec, Value, expand_ranks
+from holmes_core.errors import ConfigError, did_you_mean
+
+__all__ = ["SCHEDULES", "V_SCHEDULES", "ClusterSpec", "HolmesConfig", "normalize_schedule"]
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
+V_SCHEDULES = ("zbv", "dualpipev")
+
+_TORCH_NAMES = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
+_STAGES_PER_RANK = {  # schedule -> (smallest, largest, default) number of stages per rank
+    "1f1b": (1, 1, 1),
+    "gpipe": (1, 1, 1),
+    "interleaved_1f1b": (2, None, 2),
+    "looped_bfs": (2, None, 2),
+    "interleaved_zb": (1, None, 2),
+    "zbv": (2, 2, 2),
+    "dualpipev": (2, 2, 2),
+}
+_CHOICES = {
+    "sharding": ("optimizer", "none", "full"),
+    "loss_weight": ("auto", "tokens", "samples", "sum"),
+    "init": ("auto", "meta"),
+}
+_PLACES = ("first", "last", "ends", "all")
+_COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages")
+_FLAGS = ("check_loss", "dynamic_shapes", "last_stage_on_rank_zero", "print_plan")
+_ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolmesConfig(Value):
+    """What a user may say to Holmes. Every field is optional; what is left out, the planner decides."""
+
+    pp: int | None = None
+    """Pipeline-parallel degree: ranks along the pipeline. Decided from the clusters when left out."""
+
+    dp: int | None = None
+    """Data-parallel degree: model replicas. Each replica's batch is the data loader's batch."""
+
+    tp: int | None = None
+    """Tensor-parallel degree: ranks of one host that share each layer. 1 when left out."""
+
+    clusters: tuple[ClusterSpec, ...] | None = None
+    """Which hosts (or, on one machine, ranks) share a network: ``[{name: a, kind: infiniband, hosts: [n1, n2]}]``.
+    All hosts form one cluster of unknown kind when left out."""
+
+    cluster_file: str | None = None
+    """A yaml file with the key ``clusters``, read by ``HolmesConfig.load``; relative to the file that names it."""
+
+    num_microbatches: int | None = None
+    """Micro-batches a batch is split into. Decided per batch when left out."""
+
+    micro_batch_size: int | None = None
+    """Samples per micro-batch, instead of ``num_microbatches``."""
+
+    schedule: str = "1f1b"
+    """Pipeline schedule, one of SCHEDULES; torch's class names (``Interleaved1F1B``) are understood, too."""
+
+    virtual_stages: int | None = None
+    """Stages per rank. 1 for 1f1b and gpipe, 2 or more for the interleaved schedules, 2 for zbv and dualpipev."""
+
+    layers_per_stage: tuple[int, ...] | None = None
+    """Blocks of each stage in pipeline order, ``pp * virtual_stages`` numbers; also as text: ``"4,4,3"``."""
+
+    split_points: tuple[str, ...] | None = None
+    """Names of the modules that begin stages 1, 2, ..., for a model whose list of blocks is not found."""
+
+    placement: Mapping[str, str] = field(default_factory=dict, hash=False)
+    """Where modules outside the list of blocks live: module name -> ``first``, ``last``, ``ends`` or ``all``."""
+
+    sharding: str = "optimizer"
+    """What is sharded over dp: ``optimizer`` states, ``full`` (parameters, too) or ``none``."""
+
+    loss_weight: str = "auto"
+    """How micro-batch losses add up to the batch's: by ``tokens``, by ``samples``, as a ``sum``, or ``auto``."""
+
+    check_loss: bool = True
+    """Compare the first batch's split loss with its unsplit loss and stop on a mismatch."""
+
+    dynamic_shapes: bool = False
+    """Micro-batches may differ in shape; shapes are then sent along with every activation."""
+
+    init: str = "auto"
+    """``meta`` builds the model without storage and fills only local parts; ``auto`` takes the model as it comes."""
+
+    rank_order: tuple[int, ...] | None = None
+    """Global ranks in grid order (pp, then dp, then tp varies fastest). Decided from the clusters when left out."""
+
+    last_stage_on_rank_zero: bool = True
+    """Put global rank 0 on the last stage, so that progress bars, loggers and predict work there natively."""
+
+    timeout: float = 600.0
+    """Seconds a collective may wait before the job counts as stuck."""
+
+    print_plan: bool = True
+    """Print the plan on rank 0 before training."""
+
+    def __post_init__(self) -> None:
+        """Normalise sequences and names, and refuse wrong types and values.
+
+        Raises:
+            ConfigError: Naming the field, what was seen and what is allowed.
+        """
+        put = partial(object.__setattr__, self)
+        for name in _COUNTS:
+            if (value := getattr(self, name)) is not None:
+                _check_int(name, value, at_least=1)
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "true or false")
+        put("timeout", _seconds(self.timeout))
+        put("schedule", normalize_schedule(self.schedule))
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                _refuse(name, getattr(self, name), _one_of(choices), options=choices)
+        put("layers_per_stage", _ints("layers_per_stage", self.layers_per_stage))
+        put("rank_order", _rank_order(self.rank_order))
+        put("split_points", _names("split_points", self.split_points))
+        put("placement", _placement(self.placement))
+        put("clusters", _clusters(self.clusters))
+        if self.cluster_file is not None and not isinstance(self.cluster_file, str):
+            _refuse("cluster_file", self.cluster_file, "the path of a yaml file")
+        for first, second in (_ONE_OF[0], _ONE_OF[2]):
+            if getattr(self, first) is not None and getattr(self, second) is not None:
+                raise _both(first, second, where=f"HolmesConfig.{first}")
+        self._check_stages()
+
+    def _check_stages(self) -> None:
+        low, high, _ = _STAGES_PER_RANK[self.schedule]
+        v = self.stages_per_rank
+        if v < low or (high is not None and v > high):
+            allowed = f"exactly {low}" if low == high else f"{low} or more"
+            fits = [name for name, (a, b, _) in _STAGES_PER_RANK.items() if a <= v and (b is None or v <= b)]
+            raise ConfigError(
+                seen=f"virtual_stages {v} with schedule {self.schedule!r}",
+                where="HolmesConfig.virtual_stages",
+                means=f"schedule {self.schedule!r} runs {allowed} stage(s) per rank",
+                do=f"leave virtual_stages out, or choose a schedule for {v}: {', '.join(fits)}",
+            )
+        for name, extra in (("layers_per_stage", 0), ("split_points", 1)):
+            given = getattr(self, name)
+            if given is not None and self.pp is not None and len(given) + extra != self.pp * v:
+                raise ConfigError(
+                    seen=f"{name} describes {len(given) + extra} stages",
+                    where=f"HolmesConfig.{name}",
+                    means=f"pp {self.pp} x {v} stage(s) per rank are {self.pp * v} stages",
+                    do=f"give {self.pp * v - extra} entries, or change pp or virtual_stages",
+                )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages per rank: ``virtual_stages``, or the schedule's default."""
+        return _STAGES_PER_RANK[self.schedule][2] or 1 if self.virtual_stages is None else self.virtual_stages
+
+    @classmethod
+    def load(cls, kwargs: Mapping[str, Any] | None = None, env: Mapping[str, str] | None = None) -> HolmesConfig:
+        """Read the configuration; what is said closest to the call wins.
+
+        Precedence: keyword arguments, then the file, then defaults. The file is ``kwargs["config"]`` or the one
+        named by HOLMES_CONFIG. Clusters come from the arguments, the file, or the file named by HOLMES_CLUSTER.
+        A value of None means "not given".
+
+        Args:
+            kwargs: Field values, and ``config`` for the path of a yaml file.
+            env: Environment to read; ``os.environ`` when None.
+
+        Returns:
+            The checked configuration.
+
+        Raises:
+            ConfigError: A file cannot be read, a key is unknown, or a value is wrong.
+        """
+        env = os.environ if env is None else env
+        given = {key: value for key, value in (kwargs or {}).items() if value is not None}
+        _refuse_unknown(given, {}, "keyword arguments", extra=("config",))
+        path = given.pop("config", None) or env.get("HOLMES_CONFIG")
+        origins = dict.fromkeys(given, "keyword arguments")
+        _refuse_both(given, origins)
+        merged: dict[str, Any] = {}
+        if path is not None:
+            merged, file_origins = _read_config_file(path)
+            for group in _ONE_OF:  # an argument replaces the file's other spelling of the same thing
+                if any(name in given for name in group):
+                    merged = {name: value for name, value in merged.items() if name not in group}
+            origins = {**file_origins, **origins}
+        merged.update(given)
+        if "clusters" not in merged and "cluster_file" not in merged and env.get("HOLMES_CLUSTER"):
+            merged["cluster_file"], origins["cluster_file"] = env["HOLMES_CLUSTER"], "environment HOLMES_CLUSTER"
+        if "cluster_file" in merged:
+            merged["clusters"] = _read_clusters(merged["cluster_file"], origins["cluster_file"])
+        try:
+            return cls(**merged)
+        except ConfigError as error:
+            origin = origins.get((error.where or "").removeprefix("HolmesConfig.").split("[")[0])
+            if origin is None:
+                raise
+            where = f"{error.where}, from {origin}"
+            raise ConfigError(seen=error.seen, where=where, means=error.means, do=error.do) from None
+
+
+def normalize_schedule(name: object) -> str:
+    """Return the name in SCHEDULES for any accepted spelling of a schedule.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
+    key = name.lower().replace("_", "").replace("-", "") if isinstance(name, str) else ""
+    by_key = {known.replace("_", ""): known for known in SCHEDULES} | _TORCH_NAMES
+    if key not in by_key:
+        _refuse("schedule", name, _one_of(SCHEDULES), options=by_key.values(), word=key)
+    return by_key[key]
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return "one of: " + ", ".join(choices)
+
+
+def _refuse(
+    name: str, value: object, allowed: str, *, options: Iterable[str] = (), word: str | None = None
+) -> NoReturn:
+    hint = did_you_mean(word or value, options) if isinstance(value, str) else ""
+    if isinstance(value, str) and (value.strip().isdigit() or value.lower() in ("true", "false", "none", "null")):
+        hint = hint or f"; in yaml write {value.strip()} without quotes"
+    raise ConfigError(
+        seen=f"{name} is {value!r} ({type(value).__name__}){hint}",
+        where=f"HolmesConfig.{name}",
+        do=f"give {name} {allowed}",
+    )
+
+
+def _check_int(name: str, value: object, *, at_least: int, of: object = None) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
+        what = "a whole number" if of is None else "whole numbers like 4,4,3, each"
+        _refuse(name, value if of is None else of, f"{what}, {at_least} or more")
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        _refuse("timeout", value, "a positive number of seconds")
+    return float(value)
+
+
+def _sequence(name: str, value: object, example: str) -> list[Any] | None:
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
+    if not isinstance(value, Sequence) or not value:
+        _refuse(name, value, f"a list like {example}")
+    return list(value)
+
+
+def _ints(name: str, value: object) -> tuple[int, ...] | None:
+    items = _sequence(name, value, "[4, 4, 3]")
+    if items is None:
+        return None
+    numbers = [int(item) if isinstance(value, str) and item.isdigit() else item for item in items]
+    for number in numbers:
+        _check_int(name, number, at_least=0, of=value)
+    if not numbers:
+        _refuse(name, value, "a list like [4, 4, 3]")
+    return tuple(numbers)
+
+
+def _rank_order(value: object) -> tuple[int, ...] | None:
+    order = None if value is None else expand_ranks(value, where="HolmesConfig.rank_order")
+    if order is not None and (not order or sorted(order) != list(range(len(order)))):
+        _refuse("rank_order", value, "each rank from 0 to world size - 1, once")
+    return order
+
+
+def _names(name: str, value: object) -> tuple[str, ...] | None:
+    items = _sequence(name, value, "[model.layers.4, model.layers.8]")
+    if items is None:
+        return None
+    if not items or not all(isinstance(item, str) and item for item in items) or len(set(items)) != len(items):
+        _refuse(name, value, "a list of different module names like [model.layers.4, model.layers.8]")
+    return tuple(items)
+
+
+def _placement(value: object) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+        _refuse("placement", value, "a mapping like {model.rotary_emb: all}")
+    for module, place in value.items():
+        if place not in _PLACES:
+            hint = did_you_mean(place, _PLACES) if isinstance(place, str) else ""
+            raise ConfigError(
+                seen=f"{module!r} is placed on {place!r}{hint}",
+                where=f"HolmesConfig.placement[{module!r}]",
+                do=f"place it on {_one_of(_PLACES)}",
+            )
+    return dict(value)
+
+
+def _clusters(value: object) -> tuple[ClusterSpec, ...] | None:
+    specs = _sequence("clusters", value, "[{name: a, kind: infiniband, hosts: [n1, n2]}]")
+    if specs is None:
+        return None
+    return tuple(ClusterSpec.parse(spec, where=f"HolmesConfig.clusters[{index}]") for index, spec in enumerate(specs))
+
+
+def _both(first: str, second: str, *, where: str) -> ConfigError:
+    return ConfigError(seen=f"both {first} and {second} are given", where=where, do="give only one of them")
+
+
+def _refuse_both(given: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    for first, second in _ONE_OF:
+        if first in given and second in given:
+            raise _both(first, second, where=origins[second])
+
+
+def _refuse_unknown(keys: Iterable[object], lines: Mapping[str, int], where: str, *, extra: Sequence[str] = ()) -> None:
+    known = [item.name for item in dataclasses.fields(HolmesConfig)] + list(extra)
+    for key in keys:
+        if key not in known:
+            at = f"{where}, line {lines[str(key)]}" if str(key) in lines else where
+            raise ConfigError(
+                seen=f"unknown key {key!r}{did_you_mean(str(key), known)}", where=at, do=f"use only: {', '.join(known)}"
+            )
+
+
+def _read_config_file(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the values a config file gives and, per field, the file and line."""
+    data, lines = _read_yaml(path, section="holmes_config")
+    _refuse_unknown(data, lines, f"file {path}")
+    origins = {name: f"file {path}, line {lines.get(name, 1)}" for name in data}
+    data = {name: value for name, value in data.items() if value is not None}
+    _refuse_both(data, origins)
+    if isinstance(data.get("cluster_file"), str):
+        data["cluster_file"] = str(Path(path).parent / data["cluster_file"])
+    return data, origins
+
+
+def _read_clusters(path: object, origin: str) -> Any:
+    if not isinstance(path, (str, os.PathLike)):
+        _refuse("cluster_file", path, "the path of a yaml file")
+    data, lines = _read_yaml(str(path), named_by=origin)
+    for key in data:
+        if key != "clusters":
+            hint = did_you_mean(str(key), ["clusters"])
+            where = f"file {path}, line {lines[str(key)]}"
+            raise ConfigError(seen=f"unknown key {key!r}{hint}", where=where, do="use only the key 'clusters'")
+    if not data.get("clusters"):
+        do = "write clusters: [{name: a, kind: infiniband, hosts: [n1, n2]}, ...]"
+        raise ConfigError(seen="no key 'clusters'", where=f"file {path}", do=do)
+    return data["clusters"]
+
+
+def _read_yaml(path: str | Path, *, section: str = "", named_by: str = "") -> tuple[dict[str, Any], dict[str, int]]:
+    """Return a yaml mapping (or the section of it, where there is one) and the line of each of its keys."""
+    where = f"file {path}" + (f" (named by {named_by})" if named_by else "")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, TypeError) as error:
+        do = "correct the path, or make the file readable on every host"
+        raise ConfigError(seen=f"cannot read: {error}", where=where, do=do) from None
+    try:
+        node, data = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        do = "correct the yaml; names with brackets or colons need quotes: 'node[1-4]'"
+        raise ConfigError(seen=f"not yaml: {error}", where=where, do=do) from None
+    if isinstance(data, dict) and section in data:
+        node = next(value for key, value in node.value if key.value == section)
+        data = data[section]
+    if data is None:
+        return {}, {}
+    if not isinstance(data, dict):
+        raise ConfigError(seen=f"a {type(data).__name__}", where=where, do="write 'key: value' lines, like 'pp: 2'")
+    lines: dict[str, int] = {}
+    for key, _ in node.value:
+        line = key.start_mark.line + 1
+        if lines.setdefault(key.value, line) != line:
+            seen = f"key {key.value!r} occurs twice, on lines {lines[key.value]} and {line}"
+            raise ConfigError(seen=seen, where=where, do="keep one of them")
+    return data, lines
