@@ -125,7 +125,7 @@ def _warn(name: str, error: Exception) -> None:
         target = _HOOKS[name][1].partition(":")[0]
         warnings.warn(
             f"Holmes could not add itself to {name}: {type(error).__name__}: {error}. The import goes on without it. "
-            f"`python -c 'import {target}'` shows whether that file is what is broken; HOLMES_AUTOLOAD=0 turns this off.",
+            f"`python -c 'import {target}'` shows whether that file is broken; HOLMES_AUTOLOAD=0 turns this off.",
             RuntimeWarning,
             stacklevel=3,
         )
