@@ -9,7 +9,7 @@ import types
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from holmes_core.errors import ConfigError, did_you_mean
 
@@ -51,7 +51,7 @@ class Value:
             required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
             if required and name not in data:
                 raise ConfigError(seen=f"no key {name!r}", where=cls.__name__, do=f"add {name!r}")
-        hints = _hints(cls)
+        hints = _hints(cast(Hashable, cls))
         return cls(**{key: _decode(hints[key], value, f"{cls.__name__}.{key}") for key, value in data.items()})
 
 
@@ -60,7 +60,7 @@ def _init_fields(cls: type[Value]) -> tuple[dataclasses.Field[Any], ...]:
 
 
 @cache
-def _hints(cls: Hashable) -> dict[str, Any]:
+def _hints(cls: Any) -> dict[str, Any]:
     return get_type_hints(cls)
 
 

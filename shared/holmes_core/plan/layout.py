@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout: the degrees of parallelism, checked against clusters, hosts and the model."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NoReturn
+
+from holmes_core.cluster.host import Value
+from holmes_core.cluster.topology import Topology
+from holmes_core.config import HolmesConfig
+from holmes_core.errors import ConfigError
+
+__all__ = ["Layout", "ModelFacts", "choose_layout", "default_num_microbatches", "legal_tp", "nearest_layouts"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts(Value):
+    """What the planner needs to know about the model.
+
+    Args:
+        num_blocks: Blocks in the model's main list.
+        num_heads: Attention heads.
+        num_kv_heads: Key/value heads, where they are fewer.
+        vocab_size: Rows of the embedding.
+        tied: Whether embedding and head share their weight.
+    """
+
+    num_blocks: int
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    vocab_size: int | None = None
+    tied: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(Value):
+    """One tp and one dp for the job, and a number of consecutive stages per cluster.
+
+    Args:
+        tp: Tensor-parallel degree.
+        dp: Data-parallel degree.
+        stages_per_cluster: Pipeline ranks of each cluster, in the order of ``Topology.clusters`` (which is not
+            always the order along the pipeline: see Grid). 0 only in proposals that leave a cluster out.
+        virtual_stages: Stages per rank.
+        num_microbatches: Micro-batches per batch; None leaves it to ``default_num_microbatches``.
+        micro_batch_size: Samples per micro-batch, instead.
+        schedule: Name in ``config.SCHEDULES``.
+    """
+
+    tp: int
+    dp: int
+    stages_per_cluster: tuple[int, ...]
+    virtual_stages: int = 1
+    num_microbatches: int | None = None
+    micro_batch_size: int | None = None
+    schedule: str = "1f1b"
+
+    def __post_init__(self) -> None:
+        """Check that all numbers are positive."""
+        if min(self.tp, self.dp, self.virtual_stages, sum(self.stages_per_cluster)) < 1:
+            raise ConfigError(seen=f"{self!r}", where="Layout", do="use degrees of 1 or more")
+
+    @property
+    def pp(self) -> int:
+        """Ranks along the pipeline."""
+        return sum(self.stages_per_cluster)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline, ``pp * virtual_stages``."""
+        return self.pp * self.virtual_stages
+
+    @property
+    def width(self) -> int:
+        """Ranks per stage, ``dp * tp``."""
+        return self.dp * self.tp
+
+    @property
+    def world_size(self) -> int:
+        """Ranks the layout uses."""
+        return self.pp * self.width
+
+
+def choose_layout(topology: Topology, config: HolmesConfig, model: ModelFacts) -> tuple[Layout, tuple[str, ...]]:
+    """Fill in the degrees the user left out and check the result.
+
+    Degrees left out: tp is 1; dp is the whole stage, which is as wide as the clusters allow (the greatest common
+    divisor of their rank counts), so that the pipeline is as short as possible; pp is what remains.
+
+    Args:
+        topology: Clusters, hosts and ranks.
+        config: The user's wishes.
+        model: The model's facts.
+
+    Returns:
+        The layout, and the reasons for it in words.
+
+    Raises:
+        ConfigError: No such layout exists; the message names the nearest ones that do and their cost in idle ranks.
+    """
+    sizes = [len(cluster.ranks) for cluster in topology.clusters]
+    wanted = pp, dp, tp = _fill(topology, config)
+    _check_tp(topology, config, model, wanted)
+    width, world = dp * tp, topology.world_size
+    if pp * width != world:
+        seen = f"pp {pp} x dp {dp} x tp {tp} = {pp * width} ranks, the job has {world}"
+        _fail(topology, config, model, wanted, seen)
+    for cluster, size in zip(topology.clusters, sizes, strict=True):
+        if size % width:
+            means = (
+                f"every stage has the same dp x tp, and cluster {cluster.name} has {size} ranks: {size} % {width} != 0"
+            )
+            seen = f"stages of dp {dp} x tp {tp} = {width} ranks do not fill cluster {cluster.name} ({size} ranks)"
+            _fail(topology, config, model, wanted, seen, means)
+    layout = Layout(
+        tp=tp,
+        dp=dp,
+        stages_per_cluster=tuple(size // width for size in sizes),
+        virtual_stages=config.stages_per_rank,
+        num_microbatches=config.num_microbatches,
+        micro_batch_size=config.micro_batch_size,
+        schedule=config.schedule,
+    )
+    if config.layers_per_stage is None and config.split_points is None and layout.num_stages > model.num_blocks:
+        seen = f"{layout.num_stages} stages (pp {pp} x {layout.virtual_stages} per rank) for {model.num_blocks} blocks"
+        _fail(topology, config, model, wanted, seen, "at least one stage would hold no block")
+    _check_microbatches(layout)
+    return layout, _reasons(topology, config, model, layout)
+
+
+def legal_tp(topology: Topology, model: ModelFacts) -> tuple[int, ...]:
+    """Return every tp that divides the heads, the key/value heads and each host's number of ranks."""
+    common = math.gcd(*_host_sizes(topology), model.num_heads or 0, model.num_kv_heads or 0)
+    return tuple(tp for tp in range(1, common + 1) if common % tp == 0)
+
+
+def nearest_layouts(
+    topology: Topology, config: HolmesConfig, model: ModelFacts, wanted: tuple[int, int, int], *, limit: int = 3
+) -> tuple[Layout, ...]:
+    """Return possible layouts near a wanted (pp, dp, tp); one that uses all ranks is among them if there is one.
+
+    Nearest first: fewest degrees changed that the user gave, then fewest idle ranks, then smallest change. A layout
+    whose ``world_size`` is below the topology's leaves ranks idle: the job would be started with fewer.
+    """
+    stages = config.stages_per_rank
+    described = _described_stages(config)
+    heads = math.gcd(model.num_heads or 0, model.num_kv_heads or 0)
+    found: dict[tuple[int, int, int], tuple[tuple[int, int, float], Layout]] = {}
+    for tp in range(1, max(_host_sizes(topology)) + 1):
+        if heads % tp:
+            continue
+        groups = [sum(len(host.ranks) // tp for host in cluster.hosts) for cluster in topology.clusters]
+        for dp in range(1, max(groups) + 1):
+            full = [count // dp for count in groups]
+            limits = {described // stages if described else model.num_blocks // stages, wanted[0], len(full)}
+            for pp in {sum(full), *limits}:
+                fits = pp * stages == described if described else pp * stages <= model.num_blocks
+                if not 1 <= pp <= sum(full) or not fits:
+                    continue
+                layout = Layout(
+                    tp=tp,
+                    dp=dp,
+                    stages_per_cluster=_shorten(full, pp),
+                    virtual_stages=stages,
+                    num_microbatches=config.num_microbatches,
+                    micro_batch_size=config.micro_batch_size,
+                    schedule=config.schedule,
+                )
+                degrees = (pp, dp, tp)
+                given = (config.pp, config.dp, config.tp)
+                changed = sum(g is not None and g != d for g, d in zip(given, degrees, strict=True))
+                distance = sum(abs(math.log2(d / w)) for d, w in zip(degrees, wanted, strict=True))
+                found[degrees] = ((changed, topology.world_size - layout.world_size, distance), layout)
+    ranked = [layout for _, layout in sorted(found.values(), key=lambda item: (item[0], item[1].pp))]
+    complete = [layout for layout in ranked if layout.world_size == topology.world_size]
+    chosen = dict.fromkeys([*ranked[:1], *complete[:1], *ranked[1:]])
+    return tuple(chosen)[:limit]
+
+
+def default_num_microbatches(batch_size: int, layout: Layout) -> int:
+    """Return how many micro-batches a replica's batch is split into; never more than it has samples.
+
+    ``num_microbatches`` or ``micro_batch_size`` decide where given. Otherwise 1 without a pipeline, else about 2 per
+    pp rank: the smallest count from 2*pp to 4*pp that divides the batch evenly (equal shapes), else the largest from
+    pp to 2*pp, else 2*pp. The count is then moved to the nearest one that the schedule can run.
+
+    Args:
+        batch_size: Samples in one replica's batch.
+        layout: The layout.
+
+    Returns:
+        A number of micro-batches the schedule accepts.
+
+    Raises:
+        ConfigError: The batch has too few samples for the schedule.
+    """
+    if batch_size < 1:
+        raise ConfigError(
+            seen=f"a batch of {batch_size} samples", where="data loader", do="use drop_last or larger batches"
+        )
+    pp = layout.pp
+    if layout.num_microbatches is not None:
+        count = layout.num_microbatches
+    elif layout.micro_batch_size is not None:
+        count = math.ceil(batch_size / layout.micro_batch_size)
+    elif pp == 1:
+        count = 1
+    else:
+        near = [*range(2 * pp, 4 * pp + 1), *range(2 * pp - 1, pp - 1, -1)]
+        count = next((number for number in near if batch_size % number == 0), 2 * pp)
+    count = min(count, batch_size)
+    for number in [*range(count, batch_size + 1), *range(count - 1, 0, -1)]:
+        if _runs(number, layout):
+            return number
+    raise ConfigError(
+        seen=f"a batch of {batch_size} samples for schedule {layout.schedule} with {layout.num_stages} stages",
+        where="data loader",
+        means=f"{layout.schedule} needs at least {layout.num_stages} micro-batches of at least one sample",
+        do=f"use batches of {layout.num_stages} or more samples, or schedule: 1f1b",
+    )
+
+
+def _runs(count: int, layout: Layout) -> bool:
+    """Tell whether torch's schedule accepts a number of micro-batches (pipelining/schedules.py, the constructors)."""
+    if layout.schedule == "dualpipev":
+        return count >= layout.num_stages
+    if layout.schedule in ("interleaved_1f1b", "interleaved_zb"):
+        return count % max(1, count // layout.pp) == 0
+    return True
+
+
+def _check_microbatches(layout: Layout) -> None:
+    count = layout.num_microbatches
+    if count is None or _runs(count, layout):
+        return
+    near = sorted(range(1, count + 4 * layout.num_stages), key=lambda number: (abs(number - count), number))
+    fits = sorted([number for number in near if _runs(number, layout)][:2])
+    raise ConfigError(
+        seen=f"num_microbatches {count} with schedule {layout.schedule}, pp {layout.pp}",
+        where="HolmesConfig.num_microbatches",
+        means=f"{layout.schedule} works in rounds of about pp micro-batches, all of one length"
+        if layout.schedule != "dualpipev"
+        else f"dualpipev needs at least as many micro-batches as stages ({layout.num_stages})",
+        do=f"use num_microbatches {' or '.join(map(str, fits))}",
+    )
+
+
+def _host_sizes(topology: Topology) -> list[int]:
+    return [len(host.ranks) for cluster in topology.clusters for host in cluster.hosts]
+
+
+def _described_stages(config: HolmesConfig) -> int | None:
+    """Return the number of stages that layers_per_stage or split_points imply."""
+    if config.layers_per_stage is not None:
+        return len(config.layers_per_stage)
+    return None if config.split_points is None else len(config.split_points) + 1
+
+
+def _fill(topology: Topology, config: HolmesConfig) -> tuple[int, int, int]:
+    """Return (pp, dp, tp) with the missing degrees filled in; nothing is checked yet."""
+    world = topology.world_size
+    pp, dp, tp = config.pp, config.dp, config.tp
+    described = _described_stages(config)
+    if pp is None and described is not None:
+        pp = max(1, described // config.stages_per_rank)
+    if tp is None:
+        tp = world // (pp * dp) if pp and dp and world % (pp * dp) == 0 else 1
+    if dp is None:
+        width = world // pp if pp else math.gcd(*(len(cluster.ranks) for cluster in topology.clusters))
+        dp = max(1, width // tp)
+    return pp or max(1, world // (dp * tp)), dp, tp
+
+
+def _check_tp(topology: Topology, config: HolmesConfig, model: ModelFacts, wanted: tuple[int, int, int]) -> None:
+    tp = wanted[2]
+    legal = legal_tp(topology, model)
+    if tp in legal:
+        return
+    limits = [f"{name} {n}" for name, n in (("heads", model.num_heads), ("kv_heads", model.num_kv_heads)) if n]
+    hosts = sorted(set(_host_sizes(topology)))
+    limits.append("ranks per host " + ", ".join(map(str, hosts)))
+    if model.num_heads and model.num_heads % tp:
+        means = f"each tp rank takes whole heads: {model.num_heads} heads % {tp} != 0"
+    elif model.num_kv_heads and model.num_kv_heads % tp:
+        means = f"each tp rank takes whole key/value heads: {model.num_kv_heads} kv_heads % {tp} != 0"
+    else:
+        host = next(h for c in topology.clusters for h in c.hosts if len(h.ranks) % tp)
+        means = f"a tp group never leaves a host, and host {host.name} has {len(host.ranks)} ranks"
+    seen = f"tp {tp}; legal here: {', '.join(map(str, legal))} (common divisors of {'; '.join(limits)})"
+    _fail(topology, config, model, wanted, seen, means)
+
+
+def _fail(
+    topology: Topology,
+    config: HolmesConfig,
+    model: ModelFacts,
+    wanted: tuple[int, int, int],
+    seen: str,
+    means: str | None = None,
+) -> NoReturn:
+    options = nearest_layouts(topology, config, model, wanted)
+    lines = "\n".join(f"- {_describe(topology, layout)}" for layout in options)
+    names = [name for name in ("pp", "dp", "tp") if getattr(config, name) is not None]
+    raise ConfigError(
+        seen=seen,
+        where="HolmesConfig." + ", ".join(names) if names else "the clusters' sizes and the model",
+        means=means,
+        do=f"use one of the nearest layouts:\n{lines}" if lines else "use fewer stages: no layout fits this model",
+    )
+
+
+def _describe(topology: Topology, layout: Layout) -> str:
+    stages = " + ".join(map(str, layout.stages_per_cluster))
+    text = f"pp {layout.pp} x dp {layout.dp} x tp {layout.tp} ({stages} stages per cluster)"
+    if len(topology.clusters) == 1:
+        text = f"pp {layout.pp} x dp {layout.dp} x tp {layout.tp}"
+    idle = topology.world_size - layout.world_size
+    if not idle:
+        return f"{text}: uses all {topology.world_size} ranks"
+    whole = "" if layout.tp == 1 else f" (per host a multiple of {layout.tp})"
+    used = ", ".join(
+        f"{stages * layout.width} of {len(cluster.ranks)} in {cluster.name}"
+        for cluster, stages in zip(topology.clusters, layout.stages_per_cluster, strict=True)
+    )
+    return f"{text}: {idle} of {topology.world_size} ranks idle; start the job with {used}{whole}"
+
+
+def _shorten(stages: list[int], pp: int) -> tuple[int, ...]:
+    """Take stages away, from the longest cluster first, keeping a stage in as many clusters as possible."""
+    left = list(stages)
+    while sum(left) > pp:
+        longest = max(left)
+        index = left.index(longest) if longest > 1 else max(i for i, count in enumerate(left) if count)
+        left[index] -= 1
+    return tuple(left)
+
+
+def _reasons(topology: Topology, config: HolmesConfig, model: ModelFacts, layout: Layout) -> tuple[str, ...]:
+    sizes = [len(cluster.ranks) for cluster in topology.clusters]
+    given = [f"{name} {getattr(config, name)}" for name in ("pp", "dp", "tp") if getattr(config, name) is not None]
+    source = f"{', '.join(given)} given" if given else "no degree given"
+    lines = [f"pp {layout.pp} x dp {layout.dp} x tp {layout.tp} = {topology.world_size} ranks ({source})"]
+    if len(sizes) > 1:
+        parts = ", ".join(
+            f"{count} in {cluster.name}"
+            for count, cluster in zip(layout.stages_per_cluster, topology.clusters, strict=True)
+        )
+        lines.append(f"stages are {layout.width} ranks wide, so each lies in one cluster: {parts}")
+    if config.pp is None and layout.pp > len(sizes) and len(set(sizes)) > 1:
+        short = [
+            option
+            for option in nearest_layouts(topology, config, model, (len(sizes), min(sizes), 1), limit=10**9)
+            if option.pp == len(sizes) and min(option.stages_per_cluster) > 0
+        ]
+        if short:
+            best = min(short, key=lambda option: (-option.world_size, option.tp != layout.tp))
+            lines.append(f"not chosen, as it leaves ranks idle: {_describe(topology, best)}")
+    return tuple(lines)
