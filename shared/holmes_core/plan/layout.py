@@ -109,10 +109,8 @@ def choose_layout(topology: Topology, config: HolmesConfig, model: ModelFacts) -
         _fail(topology, config, model, wanted, seen)
     for cluster, size in zip(topology.clusters, sizes, strict=True):
         if size % width:
-            means = (
-                f"every stage has the same dp x tp, and cluster {cluster.name} has {size} ranks: {size} % {width} != 0"
-            )
-            seen = f"stages of dp {dp} x tp {tp} = {width} ranks do not fill cluster {cluster.name} ({size} ranks)"
+            means = f"every stage has the same dp x tp and lies in one cluster: {size} % {width} != 0"
+            seen = f"stages of dp {dp} x tp {tp} = {width} ranks do not fill cluster {cluster.name!r} of {size}"
             _fail(topology, config, model, wanted, seen, means)
     layout = Layout(
         tp=tp,
@@ -172,6 +170,8 @@ def nearest_layouts(
                 given = (config.pp, config.dp, config.tp)
                 changed = sum(g is not None and g != d for g, d in zip(given, degrees, strict=True))
                 distance = sum(abs(math.log2(d / w)) for d, w in zip(degrees, wanted, strict=True))
+                if config.num_microbatches is not None and not _runs(config.num_microbatches, layout):
+                    continue
                 found[degrees] = ((changed, topology.world_size - layout.world_size, distance), layout)
     ranked = [layout for _, layout in sorted(found.values(), key=lambda item: (item[0], item[1].pp))]
     complete = [layout for layout in ranked if layout.world_size == topology.world_size]
@@ -211,9 +211,9 @@ def default_num_microbatches(batch_size: int, layout: Layout) -> int:
         near = [*range(2 * pp, 4 * pp + 1), *range(2 * pp - 1, pp - 1, -1)]
         count = next((number for number in near if batch_size % number == 0), 2 * pp)
     count = min(count, batch_size)
-    for number in [*range(count, batch_size + 1), *range(count - 1, 0, -1)]:
-        if _runs(number, layout):
-            return number
+    fits = [number for number in range(1, batch_size + 1) if _runs(number, layout)]
+    if fits:
+        return min(fits, key=lambda number: (number < count, abs(number - count)))
     raise ConfigError(
         seen=f"a batch of {batch_size} samples for schedule {layout.schedule} with {layout.num_stages} stages",
         where="data loader",

@@ -49,18 +49,15 @@ def choose_transport(topology: Topology, ranks: Sequence[int], device_type: str)
     backend = "nccl" if device_type == "cuda" else "gloo"
     hosts = dict.fromkeys(topology.host_of(rank).name for rank in ranks)
     if len(hosts) == 1:
-        where = f"one host ({next(iter(hosts))})"
-        return Transport(backend=backend, kind="local", net="local", reason=f"all members are on {where}")
+        return Transport(backend=backend, kind="local", net="local", reason=f"inside host {next(iter(hosts))}")
     clusters = {topology.cluster_index(rank): topology.cluster_of(rank) for rank in ranks}
     if len(clusters) == 1:
         cluster = next(iter(clusters.values()))
         net = _NCCL_NET.get(cluster.kind, "Socket") if backend == "nccl" else "Socket"
-        reason = f"all members are in cluster {cluster.name} ({cluster.kind})"
+        reason = f"inside {cluster.name} ({cluster.kind})"
         if cluster.kind == "iwarp":
-            reason += "; NCCL cannot use iWARP, so sockets"
-        elif cluster.kind == "unknown":
-            reason += "; no kind was given, so sockets"
+            reason += "; NCCL cannot use it"
         return Transport(backend=backend, kind=cluster.kind, net=net, reason=reason)
-    names = " and ".join(clusters[index].name for index in sorted(clusters))
-    reason = f"members in clusters {names} share only Ethernet"
+    names = ", ".join(clusters[index].name for index in sorted(clusters))
+    reason = f"across {names}: only Ethernet"
     return Transport(backend=backend, kind="ethernet", net="Socket", reason=reason)

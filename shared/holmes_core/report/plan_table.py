@@ -26,7 +26,7 @@ def render_plan(plan: Plan) -> RenderableType:
     Returns:
         Something ``rich.print`` shows well at 80 columns or more, in ASCII.
     """
-    return Group(_headline(plan), _stage_table(plan), _group_table(plan), _reason_lines(plan))
+    return Group(_headline(plan), Text(), _stage_table(plan), Text(), _group_table(plan), Text(), _reason_lines(plan))
 
 
 def print_plan(plan: Plan, file: TextIO | None = None) -> None:
@@ -50,7 +50,7 @@ def _headline(plan: Plan) -> Text:
     elif layout.micro_batch_size is not None:
         batches = f"micro-batches of {layout.micro_batch_size}"
     else:
-        batches = "micro-batches chosen per batch"
+        batches = "micro-batches: per batch"
     text = f"{layout.world_size} ranks = pp {layout.pp} x dp {layout.dp} x tp {layout.tp}; {layout.schedule}{stages}; "
     return Text("Holmes plan: ", style="bold").append(text + batches, style="not bold")
 
@@ -68,13 +68,13 @@ def _stage_table(plan: Plan) -> Table:
         ranks = [rank for row in rows for rank in row]
         cluster = plan.topology.cluster_of(ranks[0])
         hosts = list(dict.fromkeys(plan.topology.host_of(rank).name for rank in ranks))
-        shown = [short_numbers(ranks)] if tp == 1 else [short_numbers(row) for row in rows]
+        shown = [_short_numbers(ranks)] if tp == 1 else [_short_numbers(row) for row in rows]
         table.add_row(
             str(stage),
             f"{cluster.name} ({cluster.kind})",
-            _shorten(hosts, keep=3, separator=", "),
+            _hosts(hosts),
             _blocks(plan, stage),
-            _shorten(shown, keep=4, separator=" | "),
+            _shorten(shown, keep=3, separator=" | "),
         )
     return table
 
@@ -101,17 +101,24 @@ def _group_table(plan: Plan) -> Table:
             if group.axis == axis and len(group.ranks) > 1:
                 # Whose host or cluster it is differs from group to group; one line per kind of reason is enough.
                 t = group.transport
-                why = "all members are on one host" if t.kind == "local" else t.reason
+                why = "inside one host" if t.kind == "local" else t.reason
                 by_transport.setdefault((t.backend, t.net, t.interface, why), []).append(group)
         for (backend, net, interface, why), groups in by_transport.items():
-            sizes = short_numbers({len(group.ranks) for group in groups})
+            sizes = _short_numbers({len(group.ranks) for group in groups})
             over = f"{backend} {net}" + (f" {interface}" if interface else "")
             table.add_row(axis, str(len(groups)), sizes, over, why)
     return table
 
 
-def _reason_lines(plan: Plan) -> Text:
-    return Text("\n").join(Text(f"- {line}") for line in plan.reasons)
+def _reason_lines(plan: Plan) -> Table:
+    table = Table.grid(padding=(0, 1))
+    for line in plan.reasons:
+        table.add_row("-", Text(line))
+    return table
+
+
+def _hosts(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= 2 else f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
 def _shorten(items: Sequence[str], *, keep: int, separator: str) -> str:
@@ -121,7 +128,7 @@ def _shorten(items: Sequence[str], *, keep: int, separator: str) -> str:
     return f"{separator.join(items[: keep - 1])}{separator}...{separator}{items[-1]}"
 
 
-def short_numbers(numbers: Iterable[int]) -> str:
+def _short_numbers(numbers: Iterable[int]) -> str:
     """Write numbers in the given order, runs as ranges: ``0-7,16-23``."""
     runs: list[list[int]] = []
     for number in numbers:
