@@ -1,0 +1,617 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which module of a language model is split how over tensor-parallel ranks, read from names, shapes and attributes.
+
+Two sources, in this order: the plan that a transformers model carries (``tp_plan``), and the two rules that hold for
+every decoder (Redco, arXiv:2310.16355): in attention the q, k, v projections split by output and the output projection
+by input; in the MLP the up projections split by output and the down projection by input. Between the two the ranks
+compute independently: that stretch is a *region*. A part that fits neither stays whole on every rank, which is exact
+and only slower, and the reason is reported.
+
+Nothing here touches weights or processes: a model on the meta device gives the same answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+from holmes_core.errors import ConfigError
+from holmes_core.runtime.shard import TensorShard
+
+__all__ = ["Analysis", "Region", "Role", "Site", "Unsplittable", "analyse", "legal_sizes", "plan_styles"]
+
+Role = Literal["column", "row", "norm_sum", "norm_gather", "lora_dropout", "edge_in", "edge_out"]
+"""What a module's forward must do besides its own work; tensor_parallel.py has one wrapper for each."""
+
+QUERY = frozenset({"q_proj", "query", "q", "wq", "q_lin", "query_proj", "to_q"})
+KEY = frozenset({"k_proj", "key", "k", "wk", "k_lin", "key_proj", "to_k"})
+VALUE = frozenset({"v_proj", "value", "v", "wv", "v_lin", "value_proj", "to_v"})
+FUSED = frozenset({"c_attn", "query_key_value", "qkv_proj", "Wqkv", "wqkv", "qkv", "W_pack", "attn_qkv"})
+OUTPUT = frozenset({"o_proj", "out_proj", "dense", "c_proj", "wo", "out", "o", "out_lin", "to_out", "proj"})
+UP = frozenset(
+    "gate_proj up_proj gate_up_proj fc1 fc_in c_fc w1 w3 wi wi_0 wi_1 dense_h_to_4h up gate lin1 linear1 fc fc_1 fc_2 "
+    "gate_and_up_proj input_linear w12".split()
+)
+DOWN = frozenset(
+    "down_proj fc2 fc_out c_proj w2 wo dense_4h_to_h down lin2 linear2 proj proj_out output_linear".split()
+)
+HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection", "head", "output", "unembed", "decoder"})
+
+_QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_q_heads", "nheads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "kv_heads", "n_kv_head", "kv_n_heads", "n_head_kv")
+_HEAD_DIM = ("head_dim", "head_size", "attention_head_size", "dim_per_head", "d_head", "attn_head_size")
+_WIDTHS = ("split_size", "embed_dim", "hidden_size", "all_head_size", "inner_dim", "n_embd", "d_model", "kv_dim")
+_MLP_WIDTHS = ("intermediate_size", "ffn_dim", "ffn_hidden_size", "intermediate_dim")
+_COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"})
+_ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
+
+
+class Unsplittable(Exception):  # noqa: N818 - a reason, not an error: the part stays whole
+    """Why one part of a model stays whole on every rank."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Site:
+    """One module whose forward is wrapped."""
+
+    module: nn.Module
+    role: Role
+    dim: int = -1
+    """For ``norm_gather``: the dimension that the region splits."""
+    full: int = 0
+    """For ``norm_gather``: the size of that dimension on one process."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Region:
+    """A stretch of the model in which every rank computes its own part."""
+
+    kind: Literal["attention", "mlp", "experts"]
+    name: str
+    module: nn.Module
+    sites: list[Site] = field(default_factory=list)
+    shards: list[tuple[nn.Module, str, TensorShard]] = field(default_factory=list)
+    """(owner, parameter or buffer name, layout)."""
+    attributes: dict[str, int] = field(default_factory=dict)
+    """Integer attributes of ``module`` that count heads or widths: the full value; each is divided by the ranks."""
+    config: dict[str, int] = field(default_factory=dict)
+    """The same for values that the module's forward reads from its config."""
+    heads: int = 0
+    """Number of query heads (attention)."""
+    must_divide: dict[str, int] = field(default_factory=dict)
+    """Name -> number that the tensor-parallel size must divide."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Analysis:
+    """What is split and what stays whole."""
+
+    regions: list[Region] = field(default_factory=list)
+    embedding: nn.Embedding | None = None
+    head: nn.Linear | None = None
+    shards: dict[str, TensorShard] = field(default_factory=dict)
+    """Every name of every sharded parameter (a tied parameter appears under each)."""
+    whole: dict[str, str] = field(default_factory=dict)
+    """Module name -> why it stays whole."""
+
+
+# ---------------------------------------------------------------------------------------------------------- linears
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Linear:
+    child: str
+    outer: nn.Module  # what the parent calls; differs from base under a LoRA adapter
+    base: nn.Module
+    transposed: bool  # weight is (in, out)
+    lora: tuple[tuple[nn.Module, nn.Module, nn.Module | None], ...] = ()  # (A, B, dropout) per adapter
+
+    @property
+    def weight(self) -> Tensor:
+        weight = self.base.weight
+        assert isinstance(weight, Tensor)
+        return weight
+
+    @property
+    def out_dim(self) -> int:
+        return 1 if self.transposed else 0
+
+    @property
+    def n_in(self) -> int:
+        return int(self.weight.shape[1 - self.out_dim])
+
+    @property
+    def n_out(self) -> int:
+        return int(self.weight.shape[self.out_dim])
+
+    def column(self, sections: tuple[int, ...], region: Region) -> None:
+        """Split by output."""
+        _add(region, self.base, "weight", self.out_dim, sections)
+        if getattr(self.base, "bias", None) is not None:
+            _add(region, self.base, "bias", 0, sections)
+        region.sites.append(Site(module=self.base, role="column"))
+        for _, up, _ in self.lora:
+            _add(region, up, "weight", 0, sections)
+            if getattr(up, "bias", None) is not None:
+                _add(region, up, "bias", 0, sections)
+            region.sites.append(Site(module=up, role="column"))
+        region.sites.append(Site(module=self.outer, role="edge_in"))
+
+    def row(self, region: Region) -> None:
+        """Split by input. A bias stays whole: it is added once, after the sum over the ranks."""
+        _add(region, self.base, "weight", 1 - self.out_dim, (self.n_in,))
+        region.sites.append(Site(module=self.base, role="row"))
+        for down, _, dropout in self.lora:
+            _add(region, down, "weight", 1, (self.n_in,))
+            region.sites.append(Site(module=down, role="row"))
+            if dropout is not None:
+                region.sites.append(Site(module=dropout, role="lora_dropout"))
+        region.sites.append(Site(module=self.outer, role="edge_out"))
+
+
+def _add(region: Region, owner: nn.Module, name: str, dim: int, sections: tuple[int, ...]) -> None:
+    tensor = getattr(owner, name)
+    region.shards.append((owner, name, TensorShard(dim=dim, full_shape=tuple(tensor.shape), sections=sections)))
+
+
+def _as_linear(child: str, module: nn.Module) -> _Linear | None:
+    """Read a linear map, possibly inside a LoRA adapter; None for anything else."""
+    base = module
+    lora: list[tuple[nn.Module, nn.Module, nn.Module | None]] = []
+    inner = getattr(module, "base_layer", None)
+    if isinstance(inner, nn.Module):
+        downs, ups = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
+        if not isinstance(downs, nn.ModuleDict) or not isinstance(ups, nn.ModuleDict):
+            return None
+        if getattr(module, "lora_variant", None):  # DoRA and others read the whole weight
+            return None
+        dropouts = getattr(module, "lora_dropout", {})
+        for key in downs:
+            dropout = dropouts[key] if key in dropouts else None
+            lora.append((downs[key], ups[key], dropout if isinstance(dropout, nn.Dropout) else None))
+        base = inner
+    weight = getattr(base, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        return None
+    transposed = type(base).__name__ == "Conv1D" and hasattr(base, "nf")
+    if not transposed and not (isinstance(base, nn.Linear) and weight.shape == (base.out_features, base.in_features)):
+        return None
+    return _Linear(child=child, outer=module, base=base, transposed=transposed, lora=tuple(lora))
+
+
+# -------------------------------------------------------------------------------------------------------- attention
+
+
+def _integer(source: object, names: Sequence[str]) -> int | None:
+    for name in names:
+        value = getattr(source, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _geometry(attention: nn.Module, config: Any, q_out: int | None, o_in: int) -> tuple[int, int]:
+    """Return (query heads, head dimension)."""
+    head_dim = _integer(attention, _HEAD_DIM)
+    heads = _integer(attention, _QUERY_HEADS)
+    if heads is None and head_dim is not None and o_in % head_dim == 0:
+        heads = o_in // head_dim
+    if heads is None:
+        heads = _integer(config, _QUERY_HEADS)
+    if heads is None:
+        raise Unsplittable(f"the number of heads is not among its attributes ({', '.join(_QUERY_HEADS)})")
+    if o_in % heads or (q_out is not None and q_out % heads):
+        raise Unsplittable(f"{heads} heads do not divide its width {o_in if o_in % heads else q_out}")
+    return heads, o_in // heads
+
+
+def _attention(
+    name: str,
+    attention: nn.Module,
+    linears: dict[str, _Linear],
+    styles: dict[str, str],
+    config: Any,
+    *,
+    is_block: bool,
+    taken: frozenset[str],
+) -> Region | None:
+    """Read an attention module; None when the module is none."""
+
+    def pick(names: Collection[str]) -> _Linear | None:
+        found = [linear for child, linear in linears.items() if child in names]
+        return found[0] if len(found) == 1 else None
+
+    q, k, v, fused, out = pick(QUERY), pick(KEY), pick(VALUE), pick(FUSED), pick(OUTPUT)
+    if (fused is None and (q is None or k is None or v is None)) or out is None:
+        return None
+    if hasattr(attention, "kv_lora_rank"):
+        raise Unsplittable("latent attention (kv_lora_rank) shares one key among all heads")
+    if getattr(attention, "slow_but_exact", False) and getattr(attention, "pretraining_tp", 1) > 1:
+        raise Unsplittable("slow_but_exact reads slices of the whole weight")
+    if getattr(attention, "is_cross_attention", False):
+        raise Unsplittable("cross attention")
+    region = Region(kind="attention", name=name, module=attention)
+    config = getattr(attention, "config", config)
+    heads, head_dim = _geometry(attention, config, q.n_out if q else None, out.n_in)
+    if fused is not None:
+        key_heads, blocks = _fused(attention, fused, heads, head_dim, config, region)
+        used = {fused.child, out.child}
+    else:
+        assert q is not None and k is not None and v is not None
+        key_dim = _integer(attention, _HEAD_DIM) or head_dim
+        key_heads = _integer(attention, _KEY_HEADS) or (k.n_out // key_dim)
+        if k.n_out % key_heads or v.n_out % key_heads:
+            raise Unsplittable(f"{key_heads} key-value heads do not divide the outputs of {k.child} and {v.child}")
+        for linear in (q, k, v):
+            linear.column((linear.n_out,), region)
+        used, blocks = {q.child, k.child, v.child, out.child}, False
+    for child, linear in linears.items():
+        if child in used or child in taken:
+            continue
+        if is_block:
+            continue
+        if styles.get(child) in _COLUMN_STYLES and linear.n_out % heads == 0:
+            linear.column((linear.n_out,), region)  # an output gate, say: one value per head and feature
+        else:
+            raise Unsplittable(f"its linear layer {child} is not known")
+    out.row(region)
+    region.heads = heads
+    region.must_divide |= {"heads": heads, "kv_heads": key_heads}
+    if not is_block:
+        _inside_attention(attention, region, linears, heads, key_heads, head_dim)
+    widths = () if blocks else _WIDTHS
+    for attribute, value in vars(attention).items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        counts = attribute in (*_QUERY_HEADS, *_KEY_HEADS) and value in (heads, key_heads)
+        if counts or (attribute in widths and value in (heads * head_dim, key_heads * head_dim)):
+            region.attributes[attribute] = value
+    reads = _names_read(type(attention))
+    if "config" in reads and config is getattr(attention, "config", None):
+        for attribute in (*_QUERY_HEADS, *_KEY_HEADS):
+            value = getattr(config, attribute, None)
+            if attribute in reads and isinstance(value, int) and value in (heads, key_heads):
+                region.config[attribute] = value
+    return region
+
+
+def _fused(
+    attention: nn.Module, fused: _Linear, heads: int, head_dim: int, config: Any, region: Region
+) -> tuple[int, bool]:
+    """Split a fused q, k, v projection; return (key-value heads, whether its layout is in fixed blocks)."""
+    total, rest = divmod(fused.n_out, head_dim)
+    key_heads, odd = divmod(total - heads, 2)
+    if rest or odd or key_heads < 1:
+        raise Unsplittable(f"{fused.child} has {fused.n_out} outputs, which are no q, k, v of {heads} x {head_dim}")
+    blocks = _integer(attention, ("mp_num",))
+    if blocks is not None:  # CodeGen: [q | v | k] once per block of heads
+        fused.column((fused.n_out,), region)
+        region.must_divide["blocks"] = blocks
+        return key_heads, True
+    by_head = fused.child == "query_key_value" or (
+        getattr(attention, "multi_query", None) is False and type(attention).__name__.startswith("GPTBigCode")
+    )
+    if by_head:  # q, k, v of one (group of) head after those of the other
+        fused.column((fused.n_out,), region)
+    else:
+        fused.column((heads * head_dim, key_heads * head_dim, key_heads * head_dim), region)
+    return key_heads, False
+
+
+def _inside_attention(
+    attention: nn.Module, region: Region, linears: dict[str, _Linear], heads: int, key_heads: int, head_dim: int
+) -> None:
+    """Find out what the other parameters of an attention module are used on."""
+    for child, module in attention.named_children():
+        shapes = {tuple(p.shape) for p in module.parameters()}
+        if child in linears or not shapes:
+            continue
+        norms = getattr(module, "norms", None)
+        if isinstance(norms, nn.ModuleList) and len(norms) in (heads, key_heads):
+            region.sites.append(Site(module=module, role="norm_gather", dim=1, full=len(norms)))
+        elif shapes == {(head_dim,)}:
+            region.sites.append(Site(module=module, role="norm_sum"))
+        elif len(shapes) == 1 and next(iter(shapes)) in {(heads * head_dim,), (key_heads * head_dim,)}:
+            region.sites.append(Site(module=module, role="norm_gather", dim=-1, full=next(iter(shapes))[0]))
+        elif len(shapes) == 1 and next(iter(shapes)) in {(heads, head_dim), (key_heads, head_dim)}:
+            for parameter, _ in module.named_parameters(recurse=False):
+                _add(region, module, parameter, 0, (next(iter(shapes))[0],))
+        else:
+            raise Unsplittable(f"parameters of its part {child} have shapes {sorted(shapes)}, which are not understood")
+    for parameter, tensor in attention.named_parameters(recurse=False):
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == heads]
+        if len(dims) != 1:
+            raise Unsplittable(f"its parameter {parameter} has shape {tuple(tensor.shape)}, no dimension of heads")
+        _add(region, attention, parameter, dims[0], (heads,))
+    for buffer, tensor in attention.named_buffers(recurse=False):
+        dims = [dim for dim, size in enumerate(tensor.shape) if size == heads]
+        if ("slope" in buffer or "alibi" in buffer) and len(dims) == 1:
+            _add(region, attention, buffer, dims[0], (heads,))
+
+
+def _names_read(kind: type) -> frozenset[str]:
+    """Return the attribute names that a class's methods read (its constructor excepted)."""
+    names: set[str] = set()
+    for name, value in vars(kind).items():
+        function = inspect.unwrap(value) if callable(value) else None
+        code = getattr(function, "__code__", None)
+        if name != "__init__" and code is not None:
+            names.update(code.co_names)
+    for base in kind.__bases__:
+        if base is not nn.Module and issubclass(base, nn.Module):
+            names |= _names_read(base)
+    return frozenset(names)
+
+
+# ---------------------------------------------------------------------------------------------------- MLP, experts
+
+
+def _mlp(
+    name: str, mlp: nn.Module, linears: dict[str, _Linear], styles: dict[str, str], *, is_block: bool
+) -> Region | None:
+    """Read an MLP; None when the module is none."""
+    attention = QUERY | KEY | VALUE | FUSED
+    has_attention = any(child in attention for child in linears)
+    ups: list[_Linear] = []
+    downs: list[_Linear] = []
+    sequence = list(linears.values())
+    if isinstance(mlp, nn.Sequential) and len(sequence) == 2 and all(child.isdigit() for child in linears):
+        ups, downs = sequence[:1], sequence[1:]
+    else:
+        for child, linear in linears.items():
+            style = styles.get(child)
+            if child in attention or (has_attention and child in OUTPUT):
+                continue
+            if style in _COLUMN_STYLES or (style is None and child in UP):
+                ups.append(linear)
+            elif style in _ROW_STYLES or (style is None and child in DOWN):
+                downs.append(linear)
+    if not ups or len(downs) != 1:
+        return None
+    if isinstance(mlp, nn.TransformerEncoderLayer):
+        raise Unsplittable("nn.TransformerEncoderLayer has a fast path that reads the weights of its parts itself")
+    if getattr(mlp, "slow_but_exact", False) and getattr(mlp, "pretraining_tp", 1) > 1:
+        raise Unsplittable("slow_but_exact reads slices of the whole weight")
+    down = downs[0]
+    width = down.n_in
+    region = Region(kind="mlp", name=name, module=mlp, must_divide={"intermediate": width})
+    for up in ups:
+        if up.n_out not in (width, 2 * width) or up.n_in != ups[0].n_in:
+            raise Unsplittable(f"{up.child} gives {up.n_out} features, {down.child} takes {width}")
+        up.column((width,) * (up.n_out // width), region)
+    down.row(region)
+    if not is_block:
+        for child, module in mlp.named_children():
+            shapes = {tuple(p.shape) for p in module.parameters()}
+            if child in linears or not shapes or shapes == {(ups[0].n_in,)} != {(width,)}:
+                continue
+            if shapes != {(width,)}:
+                raise Unsplittable(f"parameters of its part {child} have shapes {sorted(shapes)}, not understood")
+            region.sites.append(Site(module=module, role="norm_gather", dim=-1, full=width))
+        for attribute, value in vars(mlp).items():
+            if attribute in _MLP_WIDTHS and value == width and isinstance(value, int):
+                region.attributes[attribute] = value
+    return region
+
+
+def _experts(name: str, module: nn.Module) -> Region | None:
+    """Read a module that keeps all experts in two stacked weights (transformers >= 5); None when it is none."""
+    parameters = dict(module.named_parameters(recurse=False))
+    if not {"gate_up_proj", "down_proj"} <= set(parameters) or parameters["down_proj"].dim() != 3:
+        return None
+    gate_up, down = parameters["gate_up_proj"], parameters["down_proj"]
+    if len(parameters) != 2 or getattr(module, "is_transposed", False):
+        raise Unsplittable("experts with biases or transposed weights")
+    experts, hidden, width = down.shape
+    if tuple(gate_up.shape) != (experts, 2 * width, hidden):
+        raise Unsplittable(f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)} do not fit")
+    region = Region(kind="experts", name=name, module=module, must_divide={"expert intermediate": int(width)})
+    _add(region, module, "gate_up_proj", 1, (int(width), int(width)))
+    _add(region, module, "down_proj", 2, (int(width),))
+    return region
+
+
+# ------------------------------------------------------------------------------------------------ the whole model
+
+
+def plan_styles(model: nn.Module) -> dict[str, str]:
+    """Return module name -> style, as the model's own tensor-parallel plan says (empty without one)."""
+    for prefix, holder in model.named_modules():
+        plan = getattr(holder, "tp_plan", None) or getattr(holder, "_tp_plan", None)
+        if not isinstance(plan, dict) or not plan or callable(plan):
+            continue
+        styles = {}
+        for name, _ in holder.named_modules():
+            style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
+            if isinstance(style, str):
+                styles[f"{prefix}.{name}" if prefix else name] = style
+        if styles:  # a PEFT wrapper shows the plan of the model inside it, whose names do not fit the wrapper's
+            return styles
+    return {}
+
+
+def _config(model: nn.Module, blocks: Sequence[nn.Module]) -> Any:
+    """Return the config of the innermost module that has one and holds the blocks."""
+    found = None
+    for module in model.modules():
+        if hasattr(module, "config") and any(child is blocks[0] for child in module.modules()):
+            found = module.config
+    return found
+
+
+def _regions_of_block(
+    block: nn.Module, names: dict[int, str], styles: dict[str, str], config: Any, whole: dict[str, str]
+) -> Iterator[Region]:
+    for module in block.modules():
+        name = names[id(module)]
+        linears = {
+            child: linear for child, sub in module.named_children() if (linear := _as_linear(child, sub)) is not None
+        }
+        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+            continue  # its parts belong to the parent's region
+        prefix = f"{name}." if name else ""
+        own = {child: styles[prefix + child] for child in linears if prefix + child in styles}
+        is_block = module is block
+        taken: frozenset[str] = frozenset()
+        try:
+            region = _experts(name, module)
+            if region is None and linears:
+                region = _mlp(name, module, linears, own, is_block=is_block)
+                if region is not None:
+                    taken = frozenset(child for child in linears if child not in OUTPUT)
+            if region is not None:
+                yield region
+        except Unsplittable as reason:
+            whole[name] = str(reason)
+        try:
+            if linears and (
+                region := _attention(name, module, linears, own, config, is_block=is_block, taken=taken)
+            ):
+                yield region
+        except Unsplittable as reason:
+            whole[name] = str(reason)
+
+
+def _vocabulary(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Embedding | None, nn.Linear | None]:
+    """Return the token embedding and the output head, where they are plain modules."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    for module in model.modules():
+        getter = getattr(module, "get_input_embeddings", None)
+        if not callable(getter) or id(module) in inside:
+            continue
+        try:
+            embedding = getter()
+            head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        except (NotImplementedError, AttributeError):
+            continue
+        return (
+            embedding if isinstance(embedding, nn.Embedding) else None,
+            head if isinstance(head, nn.Linear) else None,
+        )
+    # Not a transformers model: the embedding is only split where the head that reads the same vocabulary is known,
+    # because a model may also multiply by the embedding's weight itself.
+    outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
+    embeddings = [m for _, m in outside if isinstance(m, nn.Embedding)]
+    for name, module in outside:
+        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in HEAD_NAMES:
+            for embedding in embeddings:
+                if embedding.num_embeddings == module.out_features:
+                    return embedding, module
+    return None, None
+
+
+def _vocabulary_shards(embedding: nn.Embedding | None, head: nn.Linear | None) -> list[tuple[nn.Module, str]]:
+    owners: list[tuple[nn.Module, str]] = []
+    if embedding is not None and embedding.max_norm is None and not embedding.sparse:
+        owners.append((embedding, "weight"))
+    if head is not None:
+        owners.extend((head, name) for name in ("weight", "bias") if getattr(head, name, None) is not None)
+    return owners
+
+
+def analyse(model: nn.Module, blocks: Sequence[nn.Module], tp_size: int) -> Analysis:
+    """Decide what is split, from structure alone.
+
+    Args:
+        model: The user's root module, whole or split into pipeline stages, on any device.
+        blocks: Its main block list.
+        tp_size: Number of tensor-parallel ranks.
+
+    Raises:
+        ConfigError: The heads or widths of the model are not divisible, or no part of it can be split.
+    """
+    names: dict[int, str] = {}
+    for name, module in model.named_modules():
+        names.setdefault(id(module), name)
+    result = Analysis()
+    styles, config = plan_styles(model), _config(model, blocks) if blocks else None
+    seen: set[int] = set()
+    for block in blocks:
+        if id(block) in seen:
+            continue
+        seen.add(id(block))
+        result.regions.extend(_regions_of_block(block, names, styles, config, result.whole))
+    if not result.regions:
+        raise _nothing_found(blocks, result.whole)
+    _check_divisible(result.regions, tp_size)
+    assigned: dict[tuple[int, str], TensorShard] = {
+        (id(owner), name): shard for region in result.regions for owner, name, shard in region.shards
+    }
+    result.embedding, result.head = _vocabulary(model, blocks)
+    for owner, name in _vocabulary_shards(result.embedding, result.head):
+        shape = tuple(getattr(owner, name).shape)
+        assigned[id(owner), name] = TensorShard(dim=0, full_shape=shape, sections=shape[:1], padded=True)
+    _keep_strangely_tied_whole(model, names, result, assigned)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            if (shard := assigned.get((id(module), name))) is not None:
+                result.shards[f"{prefix}.{name}" if prefix else name] = shard
+    return result
+
+
+def _keep_strangely_tied_whole(
+    model: nn.Module, names: dict[int, str], result: Analysis, assigned: dict[tuple[int, str], TensorShard]
+) -> None:
+    """Take back the vocabulary's split where a tied parameter is also used by a module that would not know of it."""
+    owners: dict[int, list[tuple[int, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            owners.setdefault(id(parameter), []).append((id(module), name))
+    for uses in owners.values():
+        layouts = {assigned.get(use) for use in uses}
+        if len(layouts) == 1:
+            continue
+        vocabulary = {id(m) for m in (result.embedding, result.head) if m is not None}
+        if any(use in assigned and use[0] not in vocabulary for use in uses):
+            raise ConfigError(
+                seen=f"a parameter is shared by {', '.join(names[module] for module, _ in uses)}",
+                where="the model's blocks",
+                means="tensor parallelism would have to split it in two different ways",
+                do="use tensor_parallel: 1 for this model",
+            )
+        for part in ("embedding", "head"):
+            module = getattr(result, part)
+            if module is not None and any(use[0] == id(module) for use in uses):
+                result.whole[names[id(module)]] = "its weight is tied to a module that cannot be split alike"
+                for name in ("weight", "bias"):
+                    assigned.pop((id(module), name), None)
+                setattr(result, part, None)
+
+
+def legal_sizes(regions: Sequence[Region], limit: int = 64) -> tuple[int, ...]:
+    """Return the tensor-parallel sizes up to ``limit`` that divide everything that is split."""
+    numbers = [number for region in regions for number in region.must_divide.values()]
+    return tuple(size for size in range(1, limit + 1) if all(number % size == 0 for number in numbers))
+
+
+def _check_divisible(regions: Sequence[Region], tp_size: int) -> None:
+    for region in regions:
+        for what, number in region.must_divide.items():
+            if number % tp_size:
+                legal = ", ".join(str(size) for size in legal_sizes(regions))
+                raise ConfigError(
+                    seen=f"{what} = {number} ({what} % tensor_parallel = {number % tp_size})",
+                    where=f"tensor_parallel: {tp_size}, module {region.name} ({type(region.module).__name__})",
+                    means="each rank must hold equally many, so this model cannot be split over that many ranks",
+                    do=f"set tensor_parallel to one of {legal}",
+                )
+
+
+def _nothing_found(blocks: Sequence[nn.Module], whole: dict[str, str]) -> ConfigError:
+    kinds = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
+    reasons = "".join(f"; {name}: {why}" for name, why in list(whole.items())[:3])
+    return ConfigError(
+        seen=f"no attention and no MLP that could be split in blocks of class {kinds}{reasons}",
+        where="tensor parallelism",
+        means=(
+            "looked for linear layers named "
+            f"{', '.join(sorted(QUERY | KEY | VALUE))} or {', '.join(sorted(FUSED))} with {', '.join(sorted(OUTPUT))}; "
+            f"and {', '.join(sorted(UP))} with {', '.join(sorted(DOWN))}"
+        ),
+        do="use tensor_parallel: 1, or name the model's linear layers like these",
+    )
