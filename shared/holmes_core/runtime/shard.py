@@ -17,7 +17,7 @@ from torch import Tensor
 __all__ = ["SHARD_ATTRIBUTE", "TensorShard", "get_shard"]
 
 SHARD_ATTRIBUTE = "holmes_shard"
-"""Name of the attribute that carries a parameter's ``TensorShard``. A copied parameter loses it; the report keeps names."""
+"""The attribute that carries a parameter's ``TensorShard``. A copied parameter loses it; the report keeps the names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class TensorShard:
         for shard in shards:
             if tuple(shard.shape) != expected:
                 raise ValueError(f"TensorShard.merge: shape {tuple(shard.shape)} given, {expected} expected")
-        by_rank = [shard.split(list(lengths), dim=self.dim) for shard in shards]
+        by_rank = [torch.split(shard, list(lengths), dim=self.dim) for shard in shards]
         sections = [
             torch.cat([parts[index] for parts in by_rank], dim=self.dim).narrow(self.dim, 0, section)
             for index, section in enumerate(self.sections)

@@ -18,18 +18,12 @@ import torch.distributed as dist
 from torch import nn
 
 from holmes_core.errors import HolmesError
-from holmes_core.runtime.shard import SHARD_ATTRIBUTE, TensorShard, get_shard
+from holmes_core.runtime.shard import TensorShard, get_shard
+from holmes_core.runtime.tp_analysis import Analysis, analyse, legal_sizes
 from holmes_core.runtime.tp_check import BlockCheck, example_arguments
 from holmes_core.runtime.tp_collectives import TensorParallelContext
-from holmes_core.runtime.tp_modules import (
-    ConfigView,
-    RegionState,
-    install,
-    wrap_embedding,
-    wrap_head,
-    wrap_region,
-)
-from holmes_core.runtime.tp_rules import Analysis, Region, analyse
+from holmes_core.runtime.tp_rules import Region
+from holmes_core.runtime.tp_split import split_embedding, split_head, split_region
 
 __all__ = [
     "TensorParallelReport",
@@ -55,14 +49,18 @@ class TensorParallelReport:
     """Which of embedding and head were split on this rank."""
     whole: dict[str, str]
     """Module name -> why it stays whole on every rank (exact, but each rank computes all of it)."""
+    gathered: tuple[str, ...]
+    """Modules of which only the weights are split: their code insists on the full width, so each computes all of it."""
     checks: tuple[str, ...]
     """For each kind of block: whether it was compared with the whole block now, or will be at its first call."""
 
     def lines(self) -> list[str]:
         """Return the report as lines for a person."""
         parts = ", ".join(f"{count} x {kind}" for kind, count in self.regions.items()) or "nothing"
-        lines = [f"tensor parallelism over {self.size} ranks: {parts}; vocabulary: {', '.join(self.vocabulary) or 'whole'}"]
+        vocabulary = ", ".join(self.vocabulary) or "whole"
+        lines = [f"tensor parallelism over {self.size} ranks: {parts}; vocabulary: {vocabulary}"]
         lines += [f"  {text}" for text in self.checks]
+        lines += [f"  weights split, computed whole on every rank: {name}" for name in self.gathered]
         lines += [f"  whole on every rank: {name} ({why})" for name, why in self.whole.items()]
         return lines
 
@@ -96,8 +94,6 @@ def plan_tensor_parallel(model: nn.Module, blocks: Sequence[nn.Module], tp_size:
 
 def legal_tensor_parallel_sizes(model: nn.Module, blocks: Sequence[nn.Module], *, limit: int = 64) -> tuple[int, ...]:
     """Return the tensor-parallel sizes up to ``limit`` that this model can be split over."""
-    from holmes_core.runtime.tp_rules import legal_sizes
-
     return legal_sizes(analyse(model, blocks, 1).regions, limit)
 
 
@@ -127,91 +123,35 @@ def apply_tensor_parallel(
     """
     context = TensorParallelContext(group)
     if context.size == 1:
-        return TensorParallelReport(size=1, shards={}, regions={}, vocabulary=(), whole={}, checks=())
-    analysis = analyse(model, blocks, context.size)
+        return TensorParallelReport(size=1, shards={}, regions={}, vocabulary=(), whole={}, gathered=(), checks=())
+    analysis = analyse(model, blocks, context.size, block_prefix=block_prefix)
     absent = {id(part) for module in skip or () for part in module.modules()}
-    _check_equal_weights(model, context)
     local = [region for region in analysis.regions if id(region.module) not in absent]
-    checks = _make_checks(blocks, block_prefix, local, absent, context)
+    _check_equal_weights(model, context)
+    gathered, checks = _settle(model, blocks, analysis, local, absent, context)
     counts: dict[str, int] = {}
     for region in local:
-        _split_region(region, context)
+        split_region(region, context, gathered=id(region.module) in gathered)
         counts[region.kind] = counts.get(region.kind, 0) + 1
-    vocabulary = _split_vocabulary(analysis, absent, context)
-    _drop_stale_gradients(model)
-    texts = [_check(check, model, local) for check in checks]
+    vocabulary = []
+    if analysis.embedding is not None and id(analysis.embedding) not in absent:
+        split_embedding(analysis.embedding, context)
+        vocabulary.append("embedding")
+    if analysis.head is not None and id(analysis.head) not in absent:
+        split_head(analysis.head, context)
+        vocabulary.append("head")
+    for check in checks.values():
+        if check is not None:
+            check.install()
     return TensorParallelReport(
         size=context.size,
         shards=analysis.shards,
         regions=counts,
-        vocabulary=vocabulary,
+        vocabulary=tuple(vocabulary),
         whole=analysis.whole,
-        checks=tuple(texts),
+        gathered=tuple(region.name for region in local if id(region.module) in gathered),
+        checks=tuple(f"{text} {'at its first call' if check else 'now'}" for text, check in checks.items()),
     )
-
-
-# ---------------------------------------------------------------------------------------------------------- weights
-
-
-def _shard_tensor(owner: nn.Module, name: str, shard: TensorShard, context: TensorParallelContext) -> None:
-    """Replace the data of a parameter or buffer by this rank's part, once (a tied parameter has two owners)."""
-    tensor = getattr(owner, name)
-    if get_shard(tensor) is not None:
-        return
-    part = shard.take(tensor.detach(), context.rank, context.size)
-    if isinstance(tensor, nn.Parameter):
-        # Same object: optimizers and ties hold on to it.
-        tensor.grad = None
-        tensor.data = part
-        setattr(tensor, SHARD_ATTRIBUTE, shard)
-    else:
-        setattr(part, SHARD_ATTRIBUTE, shard)
-        owner._buffers[name] = part
-
-
-def _split_region(region: Region, context: TensorParallelContext) -> None:
-    for owner, name, shard in region.shards:
-        _shard_tensor(owner, name, shard, context)
-    state = RegionState(region.module, context)
-    for site in region.sites:
-        install(site.module, site.role, state, dim=site.dim, full=site.full)
-    for name, value in region.attributes.items():
-        setattr(region.module, name, value // context.size)
-    if region.config:
-        values = {name: value // context.size for name, value in region.config.items()}
-        region.module.config = ConfigView(region.module.config, values)  # type: ignore[assignment]
-    wrap_region(region.module, region.kind, state, heads=region.heads)
-
-
-def _split_vocabulary(analysis: Analysis, absent: set[int], context: TensorParallelContext) -> tuple[str, ...]:
-    done = []
-    embedding, head = analysis.embedding, analysis.head
-    if embedding is not None and id(embedding) not in absent:
-        words = embedding.weight.shape[0] if get_shard(embedding.weight) is None else None
-        assert words is not None
-        shape = tuple(embedding.weight.shape)
-        done.append("embedding")
-        _shard_tensor(embedding, "weight", _by_words(shape), context)
-        wrap_embedding(embedding, context, words=words)
-    if head is not None and id(head) not in absent:
-        known = get_shard(head.weight)
-        shape = tuple(head.weight.shape) if known is None else known.full_shape
-        done.append("head")
-        _shard_tensor(head, "weight", _by_words(shape), context)
-        if head.bias is not None:
-            _shard_tensor(head, "bias", _by_words(shape[:1]), context)
-        wrap_head(head, context, words=shape[0])
-    return tuple(done)
-
-
-def _by_words(shape: tuple[int, ...]) -> TensorShard:
-    return TensorShard(dim=0, full_shape=shape, sections=shape[:1], padded=True)
-
-
-def _drop_stale_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        if get_shard(parameter) is not None and parameter.grad is not None:
-            parameter.grad = None
 
 
 def _check_equal_weights(model: nn.Module, context: TensorParallelContext) -> None:
@@ -233,80 +173,83 @@ def _check_equal_weights(model: nn.Module, context: TensorParallelContext) -> No
             )
 
 
-# ------------------------------------------------------------------------------------------------------- self-check
-
-
-def _make_checks(
+def _settle(
+    model: nn.Module,
     blocks: Sequence[nn.Module],
-    block_prefix: str,
+    analysis: Analysis,
     regions: Sequence[Region],
     absent: set[int],
     context: TensorParallelContext,
-) -> list[BlockCheck]:
-    """Keep the skeleton of one whole block of each kind."""
+) -> tuple[set[int], dict[str, _FirstCall | None]]:
+    """Compare one block of each kind, split, with the whole block, before anything is changed.
+
+    Returns:
+        ids of the modules of regions whose inside is computed whole; what was compared (None), or will be.
+    """
     by_module = {id(region.module): region for region in regions}
-    seen: set[Any] = set()
-    checks = []
-    for index, block in enumerate(blocks):
-        if id(block) in absent:
+    gathered: set[int] = set()
+    checks: dict[str, _FirstCall | None] = {}
+    known: dict[Any, frozenset[str]] = {}
+    for block in {id(block): block for block in blocks if id(block) not in absent}.values():
+        inside = [by_module[id(module)] for module in block.modules() if id(module) in by_module]
+        if not inside:
             continue
-        inside = [by_module[id(m)] for m in block.modules() if id(m) in by_module]
-        key = (type(block).__name__, tuple((r.kind, tuple(s[2] for s in r.shards)) for r in inside))
-        if not inside or key in seen:
-            continue
-        seen.add(key)
-        checks.append(BlockCheck(name=f"{block_prefix}.{index}", block=block, context=context))
-    return checks
+        key = (type(block).__name__, tuple((region.kind, tuple(s[2] for s in region.shards)) for region in inside))
+        if key not in known:
+            name = analysis.block_names[id(block)]
+            check = BlockCheck(name=name, block=block, context=context, read=analysis.read_again)
+            found = _try_now(check, model, block, inside)
+            known[key] = found or frozenset()
+            checks[f"{name} ({check.kind}) compared with the whole block"] = (
+                None if found is not None else _FirstCall(check, block)
+            )
+        gathered |= {id(region.module) for region in inside if region.kind in known[key]}
+    return gathered, checks
 
 
-def _check(check: BlockCheck, model: nn.Module, regions: Sequence[Region]) -> str:
-    shards = {
-        name: shard
-        for name, parameter in check.block.named_parameters(remove_duplicate=False)
-        if (shard := get_shard(parameter)) is not None
-    }
-    check.after_split(shards)
-    inside = {id(module) for module in check.block.modules()}
-    heads = next((r.heads for r in regions if r.heads and id(r.module) in inside), 0)
-    width = next((_width(r) for r in regions if id(r.module) in inside), 0)
-    on_meta = any(tensor.is_meta for tensor in (*check.block.parameters(), *check.block.buffers()))
-    if width and not on_meta:
-        for args, kwargs in example_arguments(model, check.block, width, heads):
-            if check.run(args, kwargs):
-                return f"{check.name} ({check.kind}) computes the same as the whole block"
-    check.block.forward = _FirstCall(check)  # type: ignore[method-assign, assignment]
-    return f"{check.name} ({check.kind}) will be compared with the whole block at its first call"
+def _try_now(check: BlockCheck, model: nn.Module, block: nn.Module, regions: Sequence[Region]) -> frozenset[str] | None:
+    """Compare with made-up arguments; None where the block does not take them."""
+    if any(tensor.is_meta for tensor in (*block.parameters(), *block.buffers())):
+        return None
+    heads = max(region.heads for region in regions)
+    for args, kwargs in example_arguments(model, block, _input_width(regions[0]), heads):
+        if (found := check.settle(args, kwargs)) is not None:
+            return found
+    return None
 
 
-def _width(region: Region) -> int:
+def _input_width(region: Region) -> int:
     """Return the number of input features of a region's first sharded weight."""
-    owner, name, shard = region.shards[0]
-    transposed = type(owner).__name__ == "Conv1D"
-    del name
-    return shard.full_shape[0] if transposed else shard.full_shape[-1]
+    owner, _, shard = region.shards[0]
+    return shard.full_shape[0] if type(owner).__name__ == "Conv1D" else shard.full_shape[-1]
 
 
 class _FirstCall:
-    """A block's forward that runs the check with the arguments of its first call, and then steps aside."""
+    """A block's forward that compares with the arguments of its first call, and then steps aside."""
 
-    def __init__(self, check: BlockCheck) -> None:
-        self.check: BlockCheck | None = check
-        self.block = check.block
-        self.inner = check.block.forward
+    def __init__(self, check: BlockCheck, block: nn.Module) -> None:
+        self.check = check
+        self.block = block
+        self.inner = block.forward
+
+    def install(self) -> None:
+        """Put itself in front of the split block."""
+        self.inner = self.block.forward
+        self.block.forward = self
 
     @property
     def __wrapped__(self) -> Any:
+        """The forward behind: inspect.signature shows its parameters."""
         return self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        check, self.check = self.check, None
-        if check is not None:
-            self.block.forward = self.inner
-            if not check.run(args, kwargs):
-                raise HolmesError(
-                    seen=f"a whole copy of block {check.name} ({check.kind}) cannot be called like the block itself",
-                    where="self-check of tensor parallelism",
-                    means="whether the split block computes the same cannot be proved",
-                    do="use tensor_parallel: 1 for this model, and report the class",
-                ) from check.failure
+        """Compare, then call."""
+        self.block.forward = self.inner
+        if self.check.settle(args, kwargs, fixed=True) is None:
+            raise HolmesError(
+                seen=f"a whole copy of block {self.check.name} ({self.check.kind}) cannot be called like the block",
+                where="self-check of tensor parallelism",
+                means="whether the split block computes the same cannot be proved",
+                do="use tensor_parallel: 1 for this model, and report the class",
+            ) from self.check.failure
         return self.inner(*args, **kwargs)

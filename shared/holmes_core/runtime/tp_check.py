@@ -12,14 +12,17 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from holmes_core.errors import HolmesError
-from holmes_core.runtime.shard import TensorShard
+from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.tp_collectives import TensorParallelContext
+from holmes_core.runtime.tp_rules import Region
+from holmes_core.runtime.tp_split import can_gather, split_region
 
 __all__ = ["BlockCheck", "example_arguments", "meta_copy"]
 
@@ -55,123 +58,192 @@ def _quiet(device: torch.device) -> Iterator[None]:
         yield
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Result:
+    """What one forward and backward gave."""
+
+    output: Tensor
+    input_grad: Tensor | None
+    grads: dict[str, Tensor]
+
+
 class BlockCheck:
-    """The comparison for one block. ``run`` raises on a mismatch and can be called once weights are there."""
+    """The comparison for one kind of block: keeps a skeleton on the meta device and leaves the block as it is."""
 
-    def __init__(self, *, name: str, block: nn.Module, context: TensorParallelContext) -> None:
-        """Keep the skeleton of the whole block; call before the block is split."""
-        self.name = name
-        self.kind = type(block).__name__
-        self.context = context
-        self.block = block
-        self.whole = meta_copy(block)
-        self.split: nn.Module | None = None
-        self.shards: dict[str, TensorShard] = {}
-
-    def after_split(self, shards: dict[str, TensorShard]) -> None:
-        """Keep the skeleton of the split block.
+    def __init__(
+        self,
+        *,
+        name: str,
+        block: nn.Module,
+        context: TensorParallelContext,
+        read: Callable[[nn.Module, str], list[Region]],
+    ) -> None:
+        """Keep the skeleton of the whole block; call before the block is split.
 
         Args:
-            shards: Layouts by parameter name inside the block.
+            name: The block's name in the model.
+            block: The block.
+            context: The tensor-parallel group.
+            read: Returns the regions of a copy of the block.
         """
-        self.split = meta_copy(self.block)
-        self.shards = shards
+        self.name = name
+        self.kind = type(block).__name__
+        self.failure: Exception | None = None
+        self._block = block
+        self._context = context
+        self._read = read
+        self._whole = meta_copy(block)
 
-    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Compare on the given arguments (the values of floating-point inputs do not matter, their shapes do).
+    def settle(self, args: Sequence[Any], kwargs: dict[str, Any], *, fixed: bool = False) -> frozenset[str] | None:
+        """Find out how the block can be split so that it computes what the whole block computes.
+
+        Args:
+            args: Arguments of the block's forward; values of floating-point inputs do not matter, their shapes do.
+            kwargs: The same by name.
+            fixed: The block is split already, as it is by default.
 
         Returns:
-            False where the whole block cannot be called this way (the caller tries again with real arguments).
+            The kinds of regions whose inside must be computed whole (none, mostly); None where the whole block cannot
+            be called with these arguments.
 
         Raises:
-            HolmesError: The two blocks differ.
+            HolmesError: No way of splitting gives the same.
         """
         device = next(tensor.device for tensor in _tensors((args, kwargs)))
         with _quiet(device):
             for dtype in (torch.float32, None):
-                if (whole := self._call(self._build(self.whole, device, dtype), args, kwargs, dtype)) is not None:
+                whole = self._run(self._fill(self._whole, {}, device, dtype), args, kwargs, dtype)
+                if whole is not None:
                     break
             else:
-                return False
-            assert self.split is not None
-            split = self._call(self._build(self.split, device, dtype, split=True), args, kwargs, dtype)
-            if split is None:
-                raise self._error("its forward fails once it is split (the error is above)")
-            self._compare(whole, split, backward=dtype is not None)
-        return True
+                return None
+            first = ""
+            for gathered in ((),) if fixed else ((), ("attention",), ("mlp",), ("attention", "mlp")):
+                skeleton, shards = self._split(frozenset(gathered))
+                if skeleton is None:
+                    continue
+                split = self._run(self._fill(skeleton, shards, device, dtype), args, kwargs, dtype)
+                reason = self._difference(whole, split, shards, low=dtype is None)
+                if reason is None:
+                    return frozenset(gathered)
+                first = first or reason
+        raise self._error(first)
 
-    def _build(
-        self, skeleton: nn.Module, device: torch.device, dtype: torch.dtype | None, *, split: bool = False
+    def _split(self, gathered: frozenset[str]) -> tuple[nn.Module | None, dict[str, TensorShard]]:
+        """Return a split skeleton and the layouts of its parameters and buffers."""
+        skeleton = copy.deepcopy(self._whole)
+        regions = self._read(skeleton, self.name)
+        if not gathered <= {region.kind for region in regions if can_gather(region)}:
+            return None, {}
+        names = {id(module): name for name, module in skeleton.named_modules()}
+        shards: dict[str, TensorShard] = {}
+        for region in regions:
+            for owner, name, shard in region.shards:
+                path = names[id(owner)]
+                shards[f"{path}.{name}" if path else name] = shard
+            split_region(region, self._context, gathered=region.kind in gathered)
+        return skeleton, shards
+
+    def _fill(
+        self, skeleton: nn.Module, shards: dict[str, TensorShard], device: torch.device, dtype: torch.dtype | None
     ) -> nn.Module:
-        """Fill a skeleton with random weights, equal on all ranks before they are cut."""
+        """Return the block with random weights, equal on all ranks before they are cut, and its real buffers."""
         module = copy.deepcopy(skeleton)
-        live = dict(self.block.named_buffers(remove_duplicate=False))
-        full_shapes = {name: tuple(tensor.shape) for name, tensor in self.whole.named_parameters()}
+        rank, size = self._context.rank, self._context.size
+        shapes = {name: tuple(parameter.shape) for name, parameter in self._whole.named_parameters()}
         generator = torch.Generator(device).manual_seed(20220)
         for name, parameter in list(module.named_parameters()):
-            wanted = dtype or parameter.dtype
-            shape = full_shapes[name]
-            full = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            shape = shapes[name]
+            full = torch.randn(shape, generator=generator, device=device)
             full = full * shape[-1] ** -0.5 if len(shape) > 1 else full * 0.3 + 0.7
-            if split and name in self.shards:
-                full = self.shards[name].take(full, self.context.rank, self.context.size)
-            owner, _, short = name.rpartition(".")
-            module.get_submodule(owner)._parameters[short] = nn.Parameter(full.to(wanted))
-        for name, buffer in live.items():
-            owner, _, short = name.rpartition(".")
-            value = buffer.detach().clone().to(device)
-            module.get_submodule(owner)._buffers[short] = value
+            if name in shards:
+                full = shards[name].take(full, rank, size)
+            _put(module, name, nn.Parameter(full.to(dtype or parameter.dtype)))
+        for name, buffer in self._block.named_buffers(remove_duplicate=False):
+            known = get_shard(buffer)
+            full = buffer if known is None else known.merge(self._context.all_gather(buffer))
+            if name in shards:
+                full = shards[name].take(full, rank, size)
+            _put(module, name, full.detach().clone().to(device))
         return module
 
-    def _call(
+    def _run(
         self, module: nn.Module, args: Sequence[Any], kwargs: dict[str, Any], dtype: torch.dtype | None
-    ) -> tuple[Tensor, Tensor, nn.Module] | None:
-        """Return (hidden input, output, module), or None when the call fails."""
+    ) -> _Result | None:
+        """Run forward and (float32 only) backward; None when the call fails."""
         args, kwargs = _map((args, kwargs), lambda tensor: _fresh(tensor, dtype))
         try:
-            output = module.forward(*args, **kwargs)
-        except Exception as error:
-            self.failure: Exception = error
+            output = next(t for t in _tensors(module.forward(*args, **kwargs)) if t.is_floating_point())
+        except Exception as error:  # any: the class is unknown, and its failure is an answer
+            self.failure = error
             return None
-        leaves = [t for t in _tensors(output) if t.is_floating_point()]
-        hidden = next((t for t in _tensors((args, kwargs)) if t.is_floating_point() and t.requires_grad), None)
-        return None if hidden is None or not leaves else (hidden, leaves[0], module)
+        hidden = next((t for t in _tensors((args, kwargs)) if t.requires_grad), None)
+        if dtype is None or hidden is None or not output.requires_grad:
+            return _Result(output=output.detach(), input_grad=None, grads={})
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(output)
+        torch.autograd.backward((output * weights).sum(), inputs=[hidden, *module.parameters()])
+        grads = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+        return _Result(output=output.detach(), input_grad=hidden.grad, grads=grads)
 
-    def _compare(
-        self, whole: tuple[Tensor, Tensor, nn.Module], split: tuple[Tensor, Tensor, nn.Module], *, backward: bool
-    ) -> None:
-        tolerance = _TOLERANCE if backward else _TOLERANCE_LOW
-        if (off := _distance(split[1], whole[1])) > tolerance:
-            raise self._error(f"output differs by {off:.1e} of its size")
-        if not backward or not whole[1].requires_grad:
-            return
-        weights = torch.randn(whole[1].shape, generator=torch.Generator().manual_seed(1)).to(whole[1])
-        for hidden, output, module in (whole, split):
-            torch.autograd.backward((output * weights).sum(), inputs=[hidden, *module.parameters()])
-        assert whole[0].grad is not None and split[0].grad is not None
-        if (off := _distance(split[0].grad, whole[0].grad)) > tolerance:
-            raise self._error(f"gradient of its input differs by {off:.1e} of its size")
-        expected = {name: p.grad for name, p in whole[2].named_parameters() if p.grad is not None}
-        largest = max((float(grad.norm()) for grad in expected.values()), default=0.0)
-        for name, parameter in split[2].named_parameters():
-            if name not in expected or parameter.grad is None:
-                continue
-            grad = parameter.grad
-            if name in self.shards:
-                grad = self.shards[name].merge(self.context.all_gather(grad))
-            floor = _FLOOR * largest
-            if (off := _distance(grad, expected[name], floor)) > tolerance:
-                raise self._error(f"gradient of {name} differs by {off:.1e} of its size")
+    def _difference(
+        self, whole: _Result, split: _Result | None, shards: dict[str, TensorShard], *, low: bool
+    ) -> str | None:
+        """Say what differs, on all ranks alike."""
+        reason = "its forward fails once it is split" if split is None else _compare(whole, split, low=low)
+        failed = torch.tensor([0.0 if reason is None else 1.0], device=whole.output.device)
+        if split is not None and reason is None:
+            reason = self._compare_weights(whole, split, shards)
+            failed[0] = 0.0 if reason is None else 1.0
+        elif split is not None:  # the other ranks may be gathering in _compare_weights
+            self._compare_weights(whole, split, shards)
+        if float(self._context.all_reduce(failed)) == 0.0:
+            return None
+        return reason or "another rank of the group sees a difference"
+
+    def _compare_weights(self, whole: _Result, split: _Result, shards: dict[str, TensorShard]) -> str | None:
+        """Compare the gradients of all parameters; every rank takes part in every gathering."""
+        largest = max((float(grad.norm()) for grad in whole.grads.values()), default=0.0)
+        first = None
+        for name, expected in whole.grads.items():
+            grad = split.grads.get(name)
+            if name in shards:
+                shape = shards[name].local_shape(self._context.size)
+                grad = grad if grad is not None else expected.new_zeros(shape)
+                grad = shards[name].merge(self._context.all_gather(grad))
+            distance = float("inf") if grad is None else _distance(grad, expected, _FLOOR * largest)
+            if distance > _TOLERANCE and first is None:
+                first = f"the gradient of {name} differs by {distance:.1e} of its size"
+        return first
 
     def _error(self, what: str) -> HolmesError:
         error = HolmesError(
             seen=what,
-            where=f"block {self.name} ({self.kind}) over {self.context.size} tensor-parallel ranks",
-            means="this class splits or joins its heads in a way that tensor parallelism does not know yet",
+            where=f"block {self.name} ({self.kind}) over {self._context.size} tensor-parallel ranks",
+            means="this class splits or joins its heads in a way that tensor parallelism does not know",
             do="use tensor_parallel: 1 for this model, and report the class",
         )
-        error.__cause__ = getattr(self, "failure", None)
+        error.__cause__ = self.failure
         return error
+
+
+def _compare(whole: _Result, split: _Result, *, low: bool) -> str | None:
+    tolerance = _TOLERANCE_LOW if low else _TOLERANCE
+    if (off := _distance(split.output, whole.output)) > tolerance:
+        return f"its output differs by {off:.1e} of its size"
+    if whole.input_grad is None:
+        return None
+    if split.input_grad is None or (off := _distance(split.input_grad, whole.input_grad)) > tolerance:
+        return "the gradient of its input differs"
+    return None
+
+
+def _put(module: nn.Module, name: str, value: Tensor) -> None:
+    path, _, short = name.rpartition(".")
+    owner = module.get_submodule(path)
+    if isinstance(value, nn.Parameter):
+        owner._parameters[short] = value
+    else:
+        owner._buffers[short] = value
 
 
 def _fresh(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -234,7 +306,7 @@ def example_arguments(
         if item.name == "position_ids":
             kwargs[item.name] = positions
         elif item.name == "position_embeddings":
-            kwargs[item.name] = _rotary(model, hidden, positions)
+            kwargs[item.name] = _rotary(model, hidden, positions, _layer_type(block))
         elif item.default is item.empty:
             kwargs[item.name] = None
     yield (hidden,), kwargs
@@ -246,13 +318,23 @@ def example_arguments(
         yield (hidden,), kwargs | biases | {"attention_mask": mask}
 
 
-def _rotary(model: nn.Module, hidden: Tensor, positions: Tensor) -> Any:
+def _layer_type(block: nn.Module) -> Any:
+    """Return what models with two rotary embeddings (Gemma 3) call the block's kind of attention."""
+    for module in block.modules():
+        for name in ("layer_type", "attention_type"):
+            if isinstance(getattr(module, name, None), str):
+                return getattr(module, name)
+    return None
+
+
+def _rotary(model: nn.Module, hidden: Tensor, positions: Tensor, kind: Any) -> Any:
     for module in model.modules():
         if "rotary" not in type(module).__name__.lower() or any(b.is_meta for b in module.buffers()):
             continue
-        try:
-            with torch.no_grad():
-                return module(hidden, position_ids=positions)
-        except Exception:
-            continue
+        for extra in ({}, {"layer_type": kind}):
+            try:
+                with torch.no_grad():
+                    return module(hidden, position_ids=positions, **extra)
+            except Exception:  # another signature: the block is compared at its first call instead
+                continue
     return None

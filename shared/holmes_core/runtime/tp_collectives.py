@@ -14,12 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from holmes_core.runtime.shard import TensorShard
+
 __all__ = [
     "RandomFork",
     "TensorParallelContext",
     "copy_to_region",
     "gather_partial",
     "gather_replicated",
+    "gather_sections",
     "reduce_from_region",
     "split_to_region",
 ]
@@ -102,6 +105,19 @@ class _GatherPartial(torch.autograd.Function):
         return _narrow(ctx.context.all_reduce(grads[0]), ctx.dim, ctx.context), None, None
 
 
+class _GatherSections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sections: tuple[int, ...], context: TensorParallelContext) -> Tensor:
+        ctx.context = context
+        full_shape = (*tensor.shape[:-1], sum(sections))
+        ctx.shard = TensorShard(dim=tensor.dim() - 1, full_shape=full_shape, sections=sections)
+        return ctx.shard.merge(context.all_gather(tensor))  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.shard.take(grads[0], ctx.context.rank, ctx.context.size), None, None
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, dim: int, context: TensorParallelContext) -> Tensor:
@@ -115,31 +131,37 @@ class _Split(torch.autograd.Function):
 
 def copy_to_region(tensor: Tensor, context: TensorParallelContext) -> Tensor:
     """Enter a sharded region: the same tensor; its gradient is summed over the ranks."""
-    result: Tensor = _Copy.apply(tensor, context)
+    result: Tensor = _Copy.apply(tensor, context)  # type: ignore[no-untyped-call]
     return result
 
 
 def reduce_from_region(tensor: Tensor, context: TensorParallelContext) -> Tensor:
     """Leave a sharded region: partial results are summed; the gradient passes as it is."""
-    result: Tensor = _Reduce.apply(tensor, context)
+    result: Tensor = _Reduce.apply(tensor, context)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_replicated(tensor: Tensor, dim: int, context: TensorParallelContext) -> Tensor:
     """Join the ranks' parts where all ranks go on to compute the same: the gradient is cut, not summed."""
-    result: Tensor = _GatherReplicated.apply(tensor, dim % tensor.dim(), context)
+    result: Tensor = _GatherReplicated.apply(tensor, dim % tensor.dim(), context)  # type: ignore[no-untyped-call]
     return result
 
 
 def gather_partial(tensor: Tensor, dim: int, context: TensorParallelContext) -> Tensor:
     """Join the ranks' parts where each rank uses the whole for its own part: gradients are summed, then cut."""
-    result: Tensor = _GatherPartial.apply(tensor, dim % tensor.dim(), context)
+    result: Tensor = _GatherPartial.apply(tensor, dim % tensor.dim(), context)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather_sections(tensor: Tensor, sections: tuple[int, ...], context: TensorParallelContext) -> Tensor:
+    """Join the last dimension like ``gather_replicated``, where it has sections (q, k, v) that were split one by one."""
+    result: Tensor = _GatherSections.apply(tensor, sections, context)  # type: ignore[no-untyped-call]
     return result
 
 
 def split_to_region(tensor: Tensor, dim: int, context: TensorParallelContext) -> Tensor:
     """Keep one's own part of a replicated tensor: the gradient is joined."""
-    result: Tensor = _Split.apply(tensor, dim % tensor.dim(), context)
+    result: Tensor = _Split.apply(tensor, dim % tensor.dim(), context)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -187,9 +209,7 @@ class RandomFork:
 def _generator_and_seed(device: torch.device) -> tuple[torch.Generator, int]:
     """Return the default generator of a device and a seed drawn from it (the same on every rank)."""
     if device.type == "cuda":
-        generator = torch.cuda.default_generators[
-            torch.cuda.current_device() if device.index is None else device.index
-        ]
+        generator = torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
         # Philox keeps seed and offset on the host: reading them costs no synchronisation, drawing a number would.
         offset = generator.get_offset()
         seed = (generator.initial_seed() * 6364136223846793005 + offset * 1442695040888963407 + 1) % 2**63

@@ -23,10 +23,29 @@ from holmes_core.runtime.tp_collectives import (
     copy_to_region,
     gather_partial,
     gather_replicated,
+    gather_sections,
     reduce_from_region,
+    split_to_region,
 )
 
-__all__ = ["ConfigView", "RegionState", "install", "wrap_embedding", "wrap_head", "wrap_region"]
+__all__ = [
+    "AttentionCall",
+    "Column",
+    "ColumnGather",
+    "EdgeIn",
+    "EdgeOut",
+    "EmbeddingCall",
+    "ExpertsCall",
+    "HeadCall",
+    "LoraDropout",
+    "NormGather",
+    "NormSum",
+    "RegionCall",
+    "RegionState",
+    "Row",
+    "RowSplit",
+    "Wrapper",
+]
 
 
 class RegionState:
@@ -41,7 +60,7 @@ class RegionState:
         self._rates = tuple(
             name
             for name, value in vars(module).items()
-            if "drop" in name and isinstance(value, float)  # also p = 0 now: it may be changed later
+            if "drop" in name and type(value) in (int, float)  # also p = 0 now: it may be changed later
         )
         self._dropouts = tuple(child for child in module.children() if isinstance(child, nn.Dropout))
 
@@ -78,7 +97,7 @@ def _tracks(tensor: Tensor) -> bool:
     return torch.is_grad_enabled() and tensor.requires_grad
 
 
-class _Wrapper:
+class Wrapper:
     """Calls the module's old forward; subclasses add what tensor parallelism needs."""
 
     def __init__(self, module: nn.Module, state: RegionState) -> None:
@@ -92,13 +111,15 @@ class _Wrapper:
         return self.inner
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward."""
         raise NotImplementedError
 
 
-class _Column(_Wrapper):
+class Column(Wrapper):
     """Linear layer split by output: the whole input on every rank, a part of the output."""
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         tensor = self.state.copy_in(tensor)
         if isinstance(self.module, nn.Linear):
             return self.inner(tensor, *args, **kwargs)
@@ -107,10 +128,26 @@ class _Column(_Wrapper):
         return functional.linear(tensor, weight.t(), bias)  # type: ignore[operator, arg-type]
 
 
-class _Row(_Wrapper):
+class ColumnGather(Column):
+    """Linear layer split by output whose output is joined at once: what follows is computed whole on every rank."""
+
+    def __init__(self, module: nn.Module, state: RegionState, sections: tuple[int, ...]) -> None:
+        super().__init__(module, state)
+        self.sections = sections
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
+        try:
+            return gather_sections(super().__call__(tensor, *args, **kwargs), self.sections, self.state.context)
+        finally:
+            self.state.close()
+
+
+class Row(Wrapper):
     """Linear layer split by input: partial sums are added over the ranks, then the bias once."""
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         module = self.module
         bias = module._parameters.get("bias")
         if not isinstance(module, nn.Linear):
@@ -127,10 +164,19 @@ class _Row(_Wrapper):
         return total if bias is None else total + bias.to(total.dtype)
 
 
-class _EdgeIn(_Wrapper):
+class RowSplit(Row):
+    """Linear layer split by input that is given the whole input."""
+
+    def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
+        return super().__call__(split_to_region(tensor, -1, self.state.context), *args, **kwargs)
+
+
+class EdgeIn(Wrapper):
     """Random numbers: equal on all ranks up to the end of a column-parallel layer (adapters included)."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         self.state.join()
         output = self.inner(*args, **kwargs)
         if self.state.drops() and isinstance(output, Tensor):
@@ -138,20 +184,22 @@ class _EdgeIn(_Wrapper):
         return output
 
 
-class _EdgeOut(_Wrapper):
+class EdgeOut(Wrapper):
     """Random numbers: equal on all ranks again from the row-parallel layer on."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         self.state.join()
         output = self.inner(*args, **kwargs)
         self.state.close()
         return output
 
 
-class _LoraDropout(_Wrapper):
+class LoraDropout(Wrapper):
     """Dropout on the input of a row-parallel layer's adapter, where each rank holds other features."""
 
     def __call__(self, tensor: Tensor) -> Any:
+        """Call the old forward; the class says what else happens."""
         if not self.module.training or self.module.p == 0:
             return self.inner(tensor)
         self.state.fork(tensor.device)
@@ -182,15 +230,16 @@ def _summed_gradients(module: nn.Module, context: TensorParallelContext) -> Iter
             part.__dict__["_parameters"] = own
 
 
-class _NormSum(_Wrapper):
+class NormSum(Wrapper):
     """A norm over the features of one head: whole on every rank, used on that rank's heads only."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         with _summed_gradients(self.module, self.state.context):
             return self.inner(*args, **kwargs)
 
 
-class _NormGather(_Wrapper):
+class NormGather(Wrapper):
     """A norm over all heads at once: the parts are joined, normalised and cut again."""
 
     def __init__(self, module: nn.Module, state: RegionState, dim: int, full: int) -> None:
@@ -199,6 +248,7 @@ class _NormGather(_Wrapper):
         self.full = full
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         context = self.state.context
         if tensor.shape[self.dim] == self.full:  # used outside the region, on a whole tensor
             return self.inner(tensor, *args, **kwargs)
@@ -208,10 +258,11 @@ class _NormGather(_Wrapper):
         return whole.narrow(self.dim, context.rank * length, length)
 
 
-class _Experts(_Wrapper):
+class ExpertsCall(Wrapper):
     """Stacked experts split by their inner width: tokens and routing weights go in whole, partial sums come out."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         context = self.state.context
 
         def enter(value: Any) -> Any:
@@ -221,17 +272,18 @@ class _Experts(_Wrapper):
         return reduce_from_region(output, context)
 
 
-class _Region(_Wrapper):
+class RegionCall(Wrapper):
     """An attention module or MLP: cleans up after itself, also when its forward is broken off."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         try:
             return self.inner(*args, **kwargs)
         finally:
             self.state.close()
 
 
-class _Attention(_Region):
+class AttentionCall(RegionCall):
     """An attention module: cuts what it is given per head (ALiBi, masks with a dimension of heads)."""
 
     def __init__(self, module: nn.Module, state: RegionState, heads: int) -> None:
@@ -240,6 +292,7 @@ class _Attention(_Region):
         self.names = tuple(inspect.signature(self.inner).parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         own = tuple(
             self._cut(name, value) for name, value in zip(self.names, args[: len(self.names)], strict=False)
         ) + tuple(args[len(self.names) :])
@@ -251,7 +304,7 @@ class _Attention(_Region):
         heads, context = self.heads, self.state.context
         local = heads // context.size
         if name in ("alibi", "position_bias") and value.dim() >= 3 and value.shape[0] % heads == 0:
-            by_head = self._enter(value).unflatten(0, (-1, heads))  # (batch, heads, ...): Bloom folds the two
+            by_head = torch.unflatten(self._enter(value), 0, (-1, heads))  # (batch, heads, ...): Bloom folds the two
             return by_head.narrow(1, context.rank * local, local).flatten(0, 1)
         if ("mask" in name or "bias" in name or name == "alibi") and value.dim() == 4 and value.shape[1] == heads:
             return self._enter(value).narrow(1, context.rank * local, local)
@@ -261,7 +314,7 @@ class _Attention(_Region):
         return copy_to_region(value, self.state.context) if value.requires_grad else value
 
 
-class _Head(_Wrapper):
+class HeadCall(Wrapper):
     """Output head split by vocabulary; the caller sees the logits of all words, and none for padding rows."""
 
     def __init__(self, module: nn.Module, state: RegionState, words: int) -> None:
@@ -269,12 +322,13 @@ class _Head(_Wrapper):
         self.words = words
 
     def __call__(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         context = self.state.context
         part = self.inner(copy_to_region(tensor, context), *args, **kwargs)  # (..., words per rank)
         return gather_replicated(part, -1, context).narrow(-1, 0, self.words)
 
 
-class _Embedding(_Wrapper):
+class EmbeddingCall(Wrapper):
     """Token embedding split by vocabulary: each rank looks up its own words, the rest is zero, and all are added."""
 
     def __init__(self, module: nn.Module, state: RegionState, words: int) -> None:
@@ -285,6 +339,7 @@ class _Embedding(_Wrapper):
         self.length = length
 
     def __call__(self, ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the old forward; the class says what else happens."""
         module, length = self.module, self.length
         shifted = ids - self.first
         elsewhere = (shifted < 0) | (shifted >= length)
@@ -300,66 +355,3 @@ class _Embedding(_Wrapper):
             module.padding_idx = padding
         vectors = vectors.masked_fill(elsewhere.unsqueeze(-1), 0)
         return reduce_from_region(vectors, self.state.context)
-
-
-class ConfigView:
-    """A model's config with the head counts of one rank, for attention modules that read them in their forward.
-
-    Everything else is read from and written to the real config, which other modules share.
-    """
-
-    def __init__(self, config: Any, values: dict[str, int]) -> None:
-        """Show ``values`` in front of ``config``."""
-        self.__dict__["_config"] = config
-        self.__dict__["_values"] = values
-
-    def __getattr__(self, name: str) -> Any:
-        """Return the local value where there is one."""
-        if name.startswith("__") or "_values" not in self.__dict__:
-            raise AttributeError(name)
-        values = self.__dict__["_values"]
-        return values[name] if name in values else getattr(self.__dict__["_config"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Write to the real config."""
-        setattr(self.__dict__["_config"], name, value)
-
-
-def _set(module: nn.Module, wrapper: _Wrapper) -> None:
-    module.forward = wrapper  # type: ignore[method-assign, assignment]
-
-
-def install(module: nn.Module, role: str, state: RegionState, *, dim: int = -1, full: int = 0) -> None:
-    """Wrap one module of a region."""
-    if role == "norm_gather":
-        _set(module, _NormGather(module, state, dim, full))
-        return
-    kinds: dict[str, type[_Wrapper]] = {
-        "column": _Column,
-        "row": _Row,
-        "edge_in": _EdgeIn,
-        "edge_out": _EdgeOut,
-        "lora_dropout": _LoraDropout,
-        "norm_sum": _NormSum,
-    }
-    _set(module, kinds[role](module, state))
-
-
-def wrap_region(module: nn.Module, kind: str, state: RegionState, *, heads: int) -> None:
-    """Wrap the module around a region."""
-    if kind == "experts":
-        _set(module, _Experts(module, state))
-    elif kind == "attention":
-        _set(module, _Attention(module, state, heads))
-    else:
-        _set(module, _Region(module, state))
-
-
-def wrap_head(module: nn.Module, context: TensorParallelContext, *, words: int) -> None:
-    """Wrap an output head whose weight is split by vocabulary."""
-    _set(module, _Head(module, RegionState(module, context), words))
-
-
-def wrap_embedding(module: nn.Module, context: TensorParallelContext, *, words: int) -> None:
-    """Wrap a token embedding whose weight is split by vocabulary."""
-    _set(module, _Embedding(module, RegionState(module, context), words))

@@ -13,33 +13,47 @@ Nothing here touches weights or processes: a model on the meta device gives the 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
-from holmes_core.errors import ConfigError
 from holmes_core.runtime.shard import TensorShard
 
-__all__ = ["Analysis", "Region", "Role", "Site", "Unsplittable", "analyse", "legal_sizes", "plan_styles"]
+__all__ = [
+    "DOWN",
+    "FUSED",
+    "HEAD_NAMES",
+    "KEY",
+    "OUTPUT",
+    "QUERY",
+    "UP",
+    "VALUE",
+    "Region",
+    "Role",
+    "Site",
+    "read_block",
+]
 
 Role = Literal["column", "row", "norm_sum", "norm_gather", "lora_dropout", "edge_in", "edge_out"]
-"""What a module's forward must do besides its own work; tensor_parallel.py has one wrapper for each."""
+"""What a module's forward must do besides its own work; tp_modules.py has one wrapper for each."""
 
 QUERY = frozenset({"q_proj", "query", "q", "wq", "q_lin", "query_proj", "to_q"})
 KEY = frozenset({"k_proj", "key", "k", "wk", "k_lin", "key_proj", "to_k"})
 VALUE = frozenset({"v_proj", "value", "v", "wv", "v_lin", "value_proj", "to_v"})
 FUSED = frozenset({"c_attn", "query_key_value", "qkv_proj", "Wqkv", "wqkv", "qkv", "W_pack", "attn_qkv"})
 OUTPUT = frozenset({"o_proj", "out_proj", "dense", "c_proj", "wo", "out", "o", "out_lin", "to_out", "proj"})
-UP = frozenset(
-    "gate_proj up_proj gate_up_proj fc1 fc_in c_fc w1 w3 wi wi_0 wi_1 dense_h_to_4h up gate lin1 linear1 fc fc_1 fc_2 "
-    "gate_and_up_proj input_linear w12".split()
-)
-DOWN = frozenset(
-    "down_proj fc2 fc_out c_proj w2 wo dense_4h_to_h down lin2 linear2 proj proj_out output_linear".split()
-)
+# fmt: off
+UP = frozenset({
+    "gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "w1", "w3", "wi", "wi_0", "wi_1", "dense_h_to_4h",
+    "up", "gate", "lin1", "linear1", "fc", "fc_1", "fc_2", "gate_and_up_proj", "input_linear", "w12",
+})
+DOWN = frozenset({
+    "down_proj", "fc2", "fc_out", "c_proj", "w2", "wo", "dense_4h_to_h", "down", "lin2", "linear2", "proj", "proj_out",
+    "output_linear",
+})
+# fmt: on
 HEAD_NAMES = frozenset({"lm_head", "embed_out", "output_projection", "head", "output", "unembed", "decoder"})
 
 _QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "num_q_heads", "nheads")
@@ -51,7 +65,7 @@ _COLUMN_STYLES = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "
 _ROW_STYLES = frozenset({"rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"})
 
 
-class Unsplittable(Exception):  # noqa: N818 - a reason, not an error: the part stays whole
+class Unsplittable(Exception):
     """Why one part of a model stays whole on every rank."""
 
 
@@ -61,6 +75,8 @@ class Site:
 
     module: nn.Module
     role: Role
+    sections: tuple[int, ...] = ()
+    """For ``column``: the sections of the output features."""
     dim: int = -1
     """For ``norm_gather``: the dimension that the region splits."""
     full: int = 0
@@ -85,19 +101,6 @@ class Region:
     """Number of query heads (attention)."""
     must_divide: dict[str, int] = field(default_factory=dict)
     """Name -> number that the tensor-parallel size must divide."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Analysis:
-    """What is split and what stays whole."""
-
-    regions: list[Region] = field(default_factory=list)
-    embedding: nn.Embedding | None = None
-    head: nn.Linear | None = None
-    shards: dict[str, TensorShard] = field(default_factory=dict)
-    """Every name of every sharded parameter (a tied parameter appears under each)."""
-    whole: dict[str, str] = field(default_factory=dict)
-    """Module name -> why it stays whole."""
 
 
 # ---------------------------------------------------------------------------------------------------------- linears
@@ -134,12 +137,12 @@ class _Linear:
         _add(region, self.base, "weight", self.out_dim, sections)
         if getattr(self.base, "bias", None) is not None:
             _add(region, self.base, "bias", 0, sections)
-        region.sites.append(Site(module=self.base, role="column"))
+        region.sites.append(Site(module=self.base, role="column", sections=sections))
         for _, up, _ in self.lora:
             _add(region, up, "weight", 0, sections)
             if getattr(up, "bias", None) is not None:
                 _add(region, up, "bias", 0, sections)
-            region.sites.append(Site(module=up, role="column"))
+            region.sites.append(Site(module=up, role="column", sections=sections))
         region.sites.append(Site(module=self.outer, role="edge_in"))
 
     def row(self, region: Region) -> None:
@@ -172,7 +175,7 @@ def _as_linear(child: str, module: nn.Module) -> _Linear | None:
             return None
         dropouts = getattr(module, "lora_dropout", {})
         for key in downs:
-            dropout = dropouts[key] if key in dropouts else None
+            dropout = dropouts[key] if key in dropouts else None  # noqa: SIM401 - a ModuleDict has no get
             lora.append((downs[key], ups[key], dropout if isinstance(dropout, nn.Dropout) else None))
         base = inner
     weight = getattr(base, "weight", None)
@@ -242,7 +245,7 @@ def _attention(
         key_heads, blocks = _fused(attention, fused, heads, head_dim, config, region)
         used = {fused.child, out.child}
     else:
-        assert q is not None and k is not None and v is not None
+        q, k, v = cast("tuple[_Linear, _Linear, _Linear]", (q, k, v))
         key_dim = _integer(attention, _HEAD_DIM) or head_dim
         key_heads = _integer(attention, _KEY_HEADS) or (k.n_out // key_dim)
         if k.n_out % key_heads or v.n_out % key_heads:
@@ -328,8 +331,8 @@ def _inside_attention(
         if len(dims) != 1:
             raise Unsplittable(f"its parameter {parameter} has shape {tuple(tensor.shape)}, no dimension of heads")
         _add(region, attention, parameter, dims[0], (heads,))
-    for buffer, tensor in attention.named_buffers(recurse=False):
-        dims = [dim for dim, size in enumerate(tensor.shape) if size == heads]
+    for buffer, values in attention.named_buffers(recurse=False):
+        dims = [dim for dim, size in enumerate(values.shape) if size == heads]
         if ("slope" in buffer or "alibi" in buffer) and len(dims) == 1:
             _add(region, attention, buffer, dims[0], (heads,))
 
@@ -416,202 +419,43 @@ def _experts(name: str, module: nn.Module) -> Region | None:
     return region
 
 
-# ------------------------------------------------------------------------------------------------ the whole model
+# -------------------------------------------------------------------------------------------------------- one block
 
 
-def plan_styles(model: nn.Module) -> dict[str, str]:
-    """Return module name -> style, as the model's own tensor-parallel plan says (empty without one)."""
-    for prefix, holder in model.named_modules():
-        plan = getattr(holder, "tp_plan", None) or getattr(holder, "_tp_plan", None)
-        if not isinstance(plan, dict) or not plan or callable(plan):
-            continue
-        styles = {}
-        for name, _ in holder.named_modules():
-            style = plan.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name))
-            if isinstance(style, str):
-                styles[f"{prefix}.{name}" if prefix else name] = style
-        if styles:  # a PEFT wrapper shows the plan of the model inside it, whose names do not fit the wrapper's
-            return styles
-    return {}
-
-
-def _config(model: nn.Module, blocks: Sequence[nn.Module]) -> Any:
-    """Return the config of the innermost module that has one and holds the blocks."""
-    found = None
-    for module in model.modules():
-        if hasattr(module, "config") and any(child is blocks[0] for child in module.modules()):
-            found = module.config
-    return found
-
-
-def _regions_of_block(
-    block: nn.Module, names: dict[int, str], styles: dict[str, str], config: Any, whole: dict[str, str]
+def read_block(
+    block: nn.Module, name: str, styles: dict[str, str], config: Any, whole: dict[str, str]
 ) -> Iterator[Region]:
-    for module in block.modules():
-        name = names[id(module)]
+    """Find the regions of one block.
+
+    Args:
+        block: The block.
+        name: Its name in the model.
+        styles: Module name -> style of the model's own plan.
+        config: The model's config, or None.
+        whole: Gets module name -> why it stays whole.
+    """
+    for inner, module in block.named_modules():
+        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
+            continue  # its parts belong to the parent's region
+        path = f"{name}.{inner}" if inner else name
         linears = {
             child: linear for child, sub in module.named_children() if (linear := _as_linear(child, sub)) is not None
         }
-        if hasattr(module, "base_layer") and hasattr(module, "lora_A"):
-            continue  # its parts belong to the parent's region
-        prefix = f"{name}." if name else ""
-        own = {child: styles[prefix + child] for child in linears if prefix + child in styles}
+        own = {child: styles[f"{path}.{child}"] for child in linears if f"{path}.{child}" in styles}
         is_block = module is block
         taken: frozenset[str] = frozenset()
         try:
-            region = _experts(name, module)
+            region = _experts(path, module)
             if region is None and linears:
-                region = _mlp(name, module, linears, own, is_block=is_block)
+                region = _mlp(path, module, linears, own, is_block=is_block)
                 if region is not None:
                     taken = frozenset(child for child in linears if child not in OUTPUT)
             if region is not None:
                 yield region
         except Unsplittable as reason:
-            whole[name] = str(reason)
+            whole[path] = str(reason)
         try:
-            if linears and (
-                region := _attention(name, module, linears, own, config, is_block=is_block, taken=taken)
-            ):
+            if linears and (region := _attention(path, module, linears, own, config, is_block=is_block, taken=taken)):
                 yield region
         except Unsplittable as reason:
-            whole[name] = str(reason)
-
-
-def _vocabulary(model: nn.Module, blocks: Sequence[nn.Module]) -> tuple[nn.Embedding | None, nn.Linear | None]:
-    """Return the token embedding and the output head, where they are plain modules."""
-    inside = {id(module) for block in blocks for module in block.modules()}
-    for module in model.modules():
-        getter = getattr(module, "get_input_embeddings", None)
-        if not callable(getter) or id(module) in inside:
-            continue
-        try:
-            embedding = getter()
-            head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-        except (NotImplementedError, AttributeError):
-            continue
-        return (
-            embedding if isinstance(embedding, nn.Embedding) else None,
-            head if isinstance(head, nn.Linear) else None,
-        )
-    # Not a transformers model: the embedding is only split where the head that reads the same vocabulary is known,
-    # because a model may also multiply by the embedding's weight itself.
-    outside = [(n, m) for n, m in model.named_modules() if id(m) not in inside]
-    embeddings = [m for _, m in outside if isinstance(m, nn.Embedding)]
-    for name, module in outside:
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in HEAD_NAMES:
-            for embedding in embeddings:
-                if embedding.num_embeddings == module.out_features:
-                    return embedding, module
-    return None, None
-
-
-def _vocabulary_shards(embedding: nn.Embedding | None, head: nn.Linear | None) -> list[tuple[nn.Module, str]]:
-    owners: list[tuple[nn.Module, str]] = []
-    if embedding is not None and embedding.max_norm is None and not embedding.sparse:
-        owners.append((embedding, "weight"))
-    if head is not None:
-        owners.extend((head, name) for name in ("weight", "bias") if getattr(head, name, None) is not None)
-    return owners
-
-
-def analyse(model: nn.Module, blocks: Sequence[nn.Module], tp_size: int) -> Analysis:
-    """Decide what is split, from structure alone.
-
-    Args:
-        model: The user's root module, whole or split into pipeline stages, on any device.
-        blocks: Its main block list.
-        tp_size: Number of tensor-parallel ranks.
-
-    Raises:
-        ConfigError: The heads or widths of the model are not divisible, or no part of it can be split.
-    """
-    names: dict[int, str] = {}
-    for name, module in model.named_modules():
-        names.setdefault(id(module), name)
-    result = Analysis()
-    styles, config = plan_styles(model), _config(model, blocks) if blocks else None
-    seen: set[int] = set()
-    for block in blocks:
-        if id(block) in seen:
-            continue
-        seen.add(id(block))
-        result.regions.extend(_regions_of_block(block, names, styles, config, result.whole))
-    if not result.regions:
-        raise _nothing_found(blocks, result.whole)
-    _check_divisible(result.regions, tp_size)
-    assigned: dict[tuple[int, str], TensorShard] = {
-        (id(owner), name): shard for region in result.regions for owner, name, shard in region.shards
-    }
-    result.embedding, result.head = _vocabulary(model, blocks)
-    for owner, name in _vocabulary_shards(result.embedding, result.head):
-        shape = tuple(getattr(owner, name).shape)
-        assigned[id(owner), name] = TensorShard(dim=0, full_shape=shape, sections=shape[:1], padded=True)
-    _keep_strangely_tied_whole(model, names, result, assigned)
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-            if (shard := assigned.get((id(module), name))) is not None:
-                result.shards[f"{prefix}.{name}" if prefix else name] = shard
-    return result
-
-
-def _keep_strangely_tied_whole(
-    model: nn.Module, names: dict[int, str], result: Analysis, assigned: dict[tuple[int, str], TensorShard]
-) -> None:
-    """Take back the vocabulary's split where a tied parameter is also used by a module that would not know of it."""
-    owners: dict[int, list[tuple[int, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append((id(module), name))
-    for uses in owners.values():
-        layouts = {assigned.get(use) for use in uses}
-        if len(layouts) == 1:
-            continue
-        vocabulary = {id(m) for m in (result.embedding, result.head) if m is not None}
-        if any(use in assigned and use[0] not in vocabulary for use in uses):
-            raise ConfigError(
-                seen=f"a parameter is shared by {', '.join(names[module] for module, _ in uses)}",
-                where="the model's blocks",
-                means="tensor parallelism would have to split it in two different ways",
-                do="use tensor_parallel: 1 for this model",
-            )
-        for part in ("embedding", "head"):
-            module = getattr(result, part)
-            if module is not None and any(use[0] == id(module) for use in uses):
-                result.whole[names[id(module)]] = "its weight is tied to a module that cannot be split alike"
-                for name in ("weight", "bias"):
-                    assigned.pop((id(module), name), None)
-                setattr(result, part, None)
-
-
-def legal_sizes(regions: Sequence[Region], limit: int = 64) -> tuple[int, ...]:
-    """Return the tensor-parallel sizes up to ``limit`` that divide everything that is split."""
-    numbers = [number for region in regions for number in region.must_divide.values()]
-    return tuple(size for size in range(1, limit + 1) if all(number % size == 0 for number in numbers))
-
-
-def _check_divisible(regions: Sequence[Region], tp_size: int) -> None:
-    for region in regions:
-        for what, number in region.must_divide.items():
-            if number % tp_size:
-                legal = ", ".join(str(size) for size in legal_sizes(regions))
-                raise ConfigError(
-                    seen=f"{what} = {number} ({what} % tensor_parallel = {number % tp_size})",
-                    where=f"tensor_parallel: {tp_size}, module {region.name} ({type(region.module).__name__})",
-                    means="each rank must hold equally many, so this model cannot be split over that many ranks",
-                    do=f"set tensor_parallel to one of {legal}",
-                )
-
-
-def _nothing_found(blocks: Sequence[nn.Module], whole: dict[str, str]) -> ConfigError:
-    kinds = ", ".join(sorted({type(block).__name__ for block in blocks})) or "none"
-    reasons = "".join(f"; {name}: {why}" for name, why in list(whole.items())[:3])
-    return ConfigError(
-        seen=f"no attention and no MLP that could be split in blocks of class {kinds}{reasons}",
-        where="tensor parallelism",
-        means=(
-            "looked for linear layers named "
-            f"{', '.join(sorted(QUERY | KEY | VALUE))} or {', '.join(sorted(FUSED))} with {', '.join(sorted(OUTPUT))}; "
-            f"and {', '.join(sorted(UP))} with {', '.join(sorted(DOWN))}"
-        ),
-        do="use tensor_parallel: 1, or name the model's linear layers like these",
-    )
+            whole[path] = str(reason)
