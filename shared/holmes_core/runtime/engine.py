@@ -1,0 +1,428 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The engine runs a Plan: it splits the model, runs batches through the pipeline and keeps gradients in step.
+
+It knows neither Lightning nor Accelerate; both drive it the same way:
+
+    engine = Engine(root=module, chain=chain, plan=plan, config=config, groups=groups, device=device)
+    engine.split()                  # this rank keeps its part of the model
+    engine.build()                  # stages, schedules, gradient groups
+    result = engine.train(step, batch)
+    engine.reduce_gradients()       # once per optimizer step
+    norm = engine.gradient_norm()
+    optimizer.step()
+    engine.broadcast_parameters()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from holmes_core.config import HolmesConfig
+from holmes_core.plan.layout import default_num_microbatches
+from holmes_core.plan.plan import Plan
+from holmes_core.runtime import microbatch, rng
+from holmes_core.runtime.boundary import Boundary
+from holmes_core.runtime.chain import Chain
+from holmes_core.runtime.gradients import Gradients
+from holmes_core.runtime.intercept import Interceptor, Window, restore_class
+from holmes_core.runtime.loss import LossRule, read_loss
+from holmes_core.runtime.process_groups import ProcessGroups
+from holmes_core.runtime.schedule import build_schedule, run_schedule
+from holmes_core.runtime.split import ParamEntry, decide_stages, drop_absent, slots
+from holmes_core.runtime.stage import Edge, HolmesStage, StageBody
+
+__all__ = ["Engine", "Step", "TrainResult"]
+
+#: The user's step: (micro-batch, its index) to what the step returns.
+Step = Callable[[Any, int], Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class TrainResult:
+    """What the last stage knows after a batch; on other stages only the number of micro-batches.
+
+    Attributes:
+        num_microbatches: How many micro-batches the batch was cut into.
+        loss: This replica's part of the global loss, unscaled; their sum over replicas is the batch's loss. Scalar.
+        outputs: What the step returned for each micro-batch.
+        weights: Share of each micro-batch in the loss of all replicas; they sum to one over replicas.
+    """
+
+    num_microbatches: int
+    loss: Tensor | None = None
+    outputs: list[Any] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pass:
+    """One batch on its way through the pipeline."""
+
+    step: Step
+    batches: list[Any]
+    train: bool
+    factors: list[float] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+    seeds: tuple[int, ...] = ()
+
+
+class Engine:
+    """One rank's part of a Plan at work.
+
+    Args:
+        root: The user's module, whole (or on the meta device); changed in place.
+        chain: Its blocks.
+        plan: Who does what.
+        config: The user's settings.
+        groups: The process groups of `plan`.
+        device: This rank's device.
+        seed: Seed of the run, equal on all ranks.
+    """
+
+    def __init__(
+        self,
+        *,
+        root: nn.Module,
+        chain: Chain,
+        plan: Plan,
+        config: HolmesConfig,
+        groups: ProcessGroups,
+        device: torch.device,
+        seed: int = 0,
+    ) -> None:
+        self.root, self.chain, self.plan, self.config = root, chain, plan, config
+        self.groups, self.device, self.seed = groups, device, seed
+        self.rank = dist.get_rank()
+        self.place = plan.grid.coordinates(self.rank)
+        layout = plan.layout
+        self.num_stages = layout.num_stages
+        self.sizes = chain.sizes() or plan.layers_per_stage
+        starts = [sum(self.sizes[:s]) for s in range(self.num_stages + 1)]
+        self.windows = [
+            Window(
+                stage=s, start=starts[s], stop=starts[s + 1], is_first=s == 0, is_last=s == self.num_stages - 1
+            )
+            for s in range(self.num_stages)
+        ]
+        self.stages_of_rank = {
+            p: list(plan.grid.stages_of_pp_rank(p, layout.schedule, layout.virtual_stages)) for p in range(layout.pp)
+        }
+        self.local_stages = self.stages_of_rank[self.place.pp]
+        self.holds_last = self.num_stages - 1 in self.local_stages
+        #: Steps of every batch trained so far; part of each micro-batch's seed.
+        self.batches_seen = 0
+        self.interceptor: Interceptor | None = None
+        self.entries: list[ParamEntry] = []
+        self.stages: list[HolmesStage] = []
+        self.gradients: Gradients | None = None
+        self.loss_rule = LossRule(config.loss_weight)
+        self._schedules: dict[int, Any] = {}
+        self._pass: _Pass | None = None
+        self._passes = 0
+
+    # ---- set-up ------------------------------------------------------------------------------------------------
+    def pp_rank_of(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        return self.plan.grid.stage_to_pp_rank(stage, self.plan.layout.schedule)
+
+    def split(self) -> None:
+        """Keep this rank's part of the model: its stages' blocks and what it needs outside of them."""
+        stages = decide_stages(self.root, self.chain, self.sizes, self.config.placement)
+        local = {name: bool(where & set(self.local_stages)) for name, where in stages.items()}
+        seen: dict[int, ParamEntry] = {}
+        for name, _, _, param in slots(self.root):
+            entry = seen.get(id(param))
+            if entry is None:
+                ranks = sorted({self.pp_rank_of(s) for s in stages[name]})
+                owners = tuple(
+                    self.plan.grid.rank_at(pp=p, dp=self.place.dp, tp=self.place.tp) for p in ranks
+                )
+                entry = ParamEntry(
+                    name=name,
+                    aliases=(name,),
+                    numel=param.numel(),
+                    stages=stages[name],
+                    local=local[name],
+                    owners=owners,
+                )
+                seen[id(param)] = entry
+                self.entries.append(entry)
+            else:
+                entry.aliases += (name,)
+        if self.num_stages == 1:
+            return
+        lost = drop_absent(self.root, self.chain, local)
+        self.interceptor = Interceptor(list(zip(self.chain.names, self.chain.blocks, strict=True)), self.device)
+        for name, module in lost:
+            self.interceptor.absent(name, module)
+
+    def build(self) -> None:
+        """Make stages and gradient groups. The model is on its device, in its dtype, tensor-parallel by now."""
+        params = self.parameters()
+        self.gradients = Gradients(
+            entries=self.entries,
+            params=params,
+            grid=self.plan.grid,
+            place=self.place,
+            groups=self.groups,
+            shard_optimizer=self.config.sharding != "none",
+        )
+        in_block: dict[int, int] = {}
+        for index, block in enumerate(self.chain.blocks):
+            stage = next(w.stage for w in self.windows if w.start <= index < w.stop)
+            for param in block.parameters():
+                in_block[id(param)] = stage
+        self.stages = [self._make_stage(self.windows[s], in_block) for s in self.local_stages]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's real parameters by first name, in canonical order."""
+        current = {name: param for name, _, _, param in slots(self.root)}
+        return {entry.name: current[entry.name] for entry in self.entries if entry.local}
+
+    def _make_stage(self, window: Window, in_block: dict[int, int]) -> HolmesStage:
+        held = [
+            p for p in self.parameters().values() if p.requires_grad and in_block.get(id(p), window.stage) == window.stage
+        ]
+        body = StageBody(self._run, lambda: held)
+        before, after = window.stage - 1, window.stage + 1
+        edges = {
+            "forward_in": (before, "fwd"),
+            "backward_out": (before, "bwd"),
+            "forward_out": (after, "fwd"),
+            "backward_in": (after, "bwd"),
+        }
+        made: dict[str, Any] = {}
+        for key, (neighbour, direction) in edges.items():
+            made[key] = None
+            if 0 <= neighbour < self.num_stages and neighbour not in self.local_stages:
+                peer = self.plan.grid.rank_at(pp=self.pp_rank_of(neighbour), dp=self.place.dp, tp=self.place.tp)
+                incoming = key.endswith("_in")
+                pair = (peer, self.rank) if incoming else (self.rank, peer)
+                made[key] = Edge(peer=peer, group=self.groups.edge(*pair, direction))
+        stage = HolmesStage(
+            body=body,
+            window=window,
+            num_stages=self.num_stages,
+            device=self.device,
+            group=self.groups.pipeline,
+            dynamic_shapes=self.config.dynamic_shapes,
+            **made,
+        )
+        stage.on_backward = self._backward_context
+        return stage
+
+    def _backward_context(self) -> Any:
+        return self.interceptor.backward() if self.interceptor is not None else _NOTHING
+
+    # ---- batches -----------------------------------------------------------------------------------------------
+    def cut(self, batch: Any) -> list[Any]:
+        """Cut a batch into micro-batches."""
+        size = microbatch.batch_size_of(batch)
+        n = default_num_microbatches(size, self.plan.layout)
+        if n == 1:
+            return [batch]
+        return [microbatch.slice_batch(batch, rows, size) for rows in microbatch.split_sizes(size, n)]
+
+    def train(self, step: Step, batch: Any, *, accumulate: int = 1, scale: float = 1.0) -> TrainResult:
+        """Run forward and backward of one batch; gradients are added to ``param.grad``, not yet reduced.
+
+        Args:
+            step: The user's step.
+            batch: This replica's batch, the same on all its ranks.
+            accumulate: Batches per optimizer step; each counts 1/accumulate, as in the host's own loop.
+            scale: Factor on the loss for half-precision training.
+
+        Returns:
+            The `TrainResult`.
+
+        Raises:
+            HolmesError: The step's form or the batch does not fit a pipeline; or the batch's loss is not the
+                weighted sum of its micro-batches' losses under any rule (`loss_weight`).
+        """
+        batches = self.cut(batch)
+        if self.config.check_loss and not self.loss_rule.settled:
+            self._check_loss(step, batch, batches)
+        weights = self._weights(batches)
+        run = _Pass(
+            step=step,
+            batches=batches,
+            train=True,
+            factors=[w / accumulate * scale for w in weights],
+            seeds=(self.seed, 1, self.batches_seen, self.place.dp),
+        )
+        self._run_pass(run)
+        self.batches_seen += 1
+        result = TrainResult(num_microbatches=len(batches))
+        if self.holds_last:
+            result.weights = weights
+            result.outputs = [run.outputs[i] for i in range(len(batches))]
+            total = torch.zeros((), dtype=torch.float32, device=self.device)
+            for index, weight in enumerate(weights):
+                if weight:
+                    total = total + run.losses[index].float() * weight
+            result.loss = total
+        return result
+
+    def evaluate(self, step: Step, batches: list[Any]) -> list[Any]:
+        """Run the user's step forward only on each of `batches`; returns its results on the last stage."""
+        run = _Pass(step=step, batches=batches, train=False, seeds=(self.seed, 2, self._passes, self.place.dp))
+        self._passes += 1
+        self._run_pass(run)
+        return [run.outputs[i] for i in range(len(batches))] if self.holds_last else []
+
+    def _weights(self, batches: list[Any]) -> list[float]:
+        if not self.holds_last:
+            return [0.0] * len(batches)
+        rule = self.loss_rule.name(batches)
+        counts = microbatch.count(batches, rule)
+        if rule == "sum":
+            return [1.0] * len(batches)
+        total = counts.sum()
+        if self.groups.dp_size > 1:
+            dist.all_reduce(total, group=self.groups.dp_control)
+        return (counts / total.clamp_min(1e-300)).tolist() if float(total) else [0.0] * len(batches)
+
+    def _check_loss(self, step: Step, batch: Any, batches: list[Any]) -> None:
+        probes, conclusive = self.loss_rule.probes(batch, batches)
+        losses: list[float] = []
+        if probes:
+            with self.loss_rule.undisturbed(self.root), torch.no_grad():
+                outputs = self.evaluate(step, probes)
+            losses = [float(read_loss(output)) for output in outputs]
+        self.loss_rule.settle(
+            probes,
+            losses,
+            conclusive=conclusive,
+            holds_last=self.holds_last,
+            replicas=self.groups.dp_control if self.groups.dp_size > 1 else None,
+            replica=self.groups.replica,
+            last_rank=self.last_rank,
+        )
+
+    @property
+    def last_rank(self) -> int:
+        """Global rank that runs the last stage for this replica (its first tensor-parallel rank)."""
+        return self.plan.grid.rank_at(pp=self.pp_rank_of(self.num_stages - 1), dp=self.place.dp, tp=0)
+
+    @property
+    def first_rank(self) -> int:
+        """Global rank that runs the first stage for this replica (its first tensor-parallel rank)."""
+        return self.plan.grid.rank_at(pp=self.pp_rank_of(0), dp=self.place.dp, tp=0)
+
+    def _run_pass(self, run: _Pass) -> None:
+        keys = [(run.train, torch.is_grad_enabled(), microbatch.shape_key(b)) for b in run.batches]
+        n = len(run.batches)
+        for stage in self.stages:
+            stage.start_step(keys, has_backward=run.train)
+        self._pass = run
+        try:
+            with rng.fork(self.device):
+                if run.train:
+                    if n not in self._schedules:
+                        self._schedules[n] = build_schedule(
+                            self.plan.layout.schedule, self.stages, n, self.stages_of_rank
+                        )
+                    run_schedule(self._schedules[n])
+                else:
+                    self._forward_only(n)
+            for stage in self.stages:
+                stage.finish_step()
+        finally:
+            self._pass = None
+            for stage in self.stages:
+                stage.clear_runtime_states()
+
+    def _forward_only(self, n: int) -> None:
+        local = {stage.stage_index: stage for stage in self.stages}
+        sends: list[Any] = []
+        for stage in self.stages:
+            for index in range(n):
+                if stage.stage_index - 1 not in local:
+                    for op in stage.get_fwd_recv_ops(index):
+                        op.op(op.tensor, group=op.group, group_src=op.group_peer).wait()
+                output = stage.forward_one_chunk(index)
+                if stage.stage_index + 1 in local:
+                    local[stage.stage_index + 1].set_local_fwd_input(output, index)
+                else:
+                    for op in stage.get_fwd_send_ops(index):
+                        sends.append(op.op(op.tensor, group=op.group, group_dst=op.group_peer))
+        for work in sends:
+            work.wait()
+
+    def _run(
+        self, window: Window, index: int, received: Tensor | None, boundary: Boundary | None
+    ) -> tuple[Tensor, Boundary | None]:
+        """Run the user's step on one micro-batch, for one stage (called by torch's schedule)."""
+        run = self._pass
+        assert run is not None
+        torch.manual_seed(rng.seed_of(*run.seeds, index))
+
+        def step() -> Any:
+            return run.step(run.batches[index], index)
+
+        if self.interceptor is None:
+            result = step()
+        else:
+            result = self.interceptor.run(
+                window,
+                step,
+                received=received,
+                boundary=boundary,
+                on_enter=lambda: torch.manual_seed(rng.seed_of(*run.seeds, index, 1 + window.stage)) and None,
+            )
+            if not window.is_last:
+                captured = self.interceptor.captured
+                assert captured is not None
+                self.interceptor.captured = None
+                return captured
+        run.outputs[index] = result
+        if not run.train:
+            return torch.zeros((), device=self.device), None
+        loss = read_loss(result)
+        run.losses[index] = loss.detach()
+        factor = run.factors[index]
+        if factor == 0.0:  # no token counts here; the mean over none is NaN, whose gradient would spread
+            return torch.nan_to_num(loss) * 0.0, None
+        return loss * factor, None
+
+    # ---- gradients and parameters ----------------------------------------------------------------------------------
+    def reduce_gradients(self) -> None:
+        """Sum gradients over replicas, and over stages that hold the same parameter. Once per optimizer step."""
+        assert self.gradients is not None
+        self.gradients.reduce()
+
+    def gradient_norm(self) -> Tensor:
+        """Return the 2-norm of the whole model's gradient, each parameter counted once; equal on all ranks."""
+        assert self.gradients is not None
+        return self.gradients.norm()
+
+    def broadcast_parameters(self) -> None:
+        """After the optimizer step: hand each parameter's new value to the ranks that did not step it."""
+        assert self.gradients is not None
+        self.gradients.broadcast_parameters()
+
+    def release(self) -> None:
+        """Give intercepted modules their own classes back."""
+        for module in self.root.modules():
+            restore_class(module)
+        self.interceptor = None
+        self.stages = []
+        self._schedules = {}
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+
+_NOTHING = _Nothing()

@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's gradients: which to sum with whom, which to count, who steps which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from holmes_core.plan.grid import Coordinates, Grid
+from holmes_core.runtime.data_parallel import DataParallel, assign_owners, sum_over
+from holmes_core.runtime.process_groups import ProcessGroups
+from holmes_core.runtime.shard import get_shard
+from holmes_core.runtime.split import ParamEntry
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """Reduction, norm and ownership of gradients.
+
+    Order of a reduction: first over the replicas to each parameter's owner, then, there, over the stages that hold
+    the same parameter (tied embeddings, small modules outside the blocks): the owner has the same data-parallel index
+    on each of these stages, so both copies are stepped alike and stay equal.
+
+    Args:
+        entries: All parameters of the user's module, the same list on every rank.
+        params: This rank's real parameters, by name.
+        grid: The grid.
+        place: This rank's place in it.
+        groups: The process groups.
+        shard_optimizer: Whether each parameter is stepped by one replica only.
+    """
+
+    def __init__(
+        self,
+        *,
+        entries: Sequence[ParamEntry],
+        params: Mapping[str, nn.Parameter],
+        grid: Grid,
+        place: Coordinates,
+        groups: ProcessGroups,
+        shard_optimizer: bool,
+    ) -> None:
+        self._place, self._groups = place, groups
+        shared = [e for e in entries if len(e.owners) > 1]
+        numel = {e.name: e.numel for e in entries}
+        shared_owner = dict(
+            zip([e.name for e in shared], assign_owners([numel[e.name] for e in shared], grid.dp), strict=True)
+        )
+        trainable = [e for e in entries if e.local and params[e.name].requires_grad]
+        own = [e for e in trainable if len(e.owners) == 1]
+        load = [0] * grid.dp
+        for entry in trainable:
+            if len(entry.owners) > 1:
+                load[shared_owner[entry.name]] += numel[entry.name]
+        own_owner = dict(
+            zip([e.name for e in own], assign_owners([params[e.name].numel() for e in own], grid.dp, load), strict=True)
+        )
+        self.params = {e.name: params[e.name] for e in trainable}
+        owner = {params[e.name]: {**own_owner, **shared_owner}[e.name] for e in trainable}
+        self.data_parallel = DataParallel(
+            list(self.params.values()),
+            owner=owner if shard_optimizer else None,
+            group=groups.dp,
+            control=groups.dp_control,
+        )
+        self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[nn.Parameter]]] = []
+        self._not_counted: set[nn.Parameter] = set()
+        holders = {e.name: tuple(grid.coordinates(rank).pp for rank in e.owners) for e in entries}
+        for pps in sorted({holders[e.name] for e in shared}):
+            # Every rank of the job takes part in making each group, for all columns of the grid.
+            group, control = groups.shared(pps)
+            if group is None or control is None:
+                continue
+            mine = [self.params[e.name] for e in shared if holders[e.name] == pps and e.name in self.params]
+            mine = [p for p in mine if not shard_optimizer or owner[p] == place.dp]
+            if mine:
+                self._shared.append((group, control, mine))
+        for name, param in self.params.items():
+            replicated = get_shard(param) is None and place.tp != 0
+            if replicated or holders[name][0] != place.pp:
+                self._not_counted.add(param)
+
+    def steps(self, param: nn.Parameter) -> bool:
+        """Whether this rank's optimizer steps the parameter (all of its stages and tensor-parallel ranks do)."""
+        return not self.data_parallel.shard_optimizer or self.data_parallel.owns(param)
+
+    def reduce(self) -> None:
+        """Sum gradients over replicas, then over stages that share parameters."""
+        self.data_parallel.reduce_gradients()
+        for group, control, params in self._shared:
+            sum_over(params, group, control)
+
+    def norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter once. float32 scalar on the CPU, equal on all ranks."""
+        total = torch.zeros((), dtype=torch.float64)
+        squares = [
+            torch.linalg.vector_norm(param.grad.detach(), dtype=torch.float32).square()
+            for param in self.params.values()
+            if param.grad is not None and param not in self._not_counted and self.data_parallel.owns(param)
+        ]
+        if squares:
+            total = torch.stack(squares).double().sum().cpu()
+        dist.all_reduce(total, group=self._groups.world)
+        return total.sqrt().float()
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiply every gradient of this rank."""
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def broadcast_parameters(self) -> None:
+        """Hand out parameters that this or another replica stepped."""
+        self.data_parallel.broadcast_parameters()
+

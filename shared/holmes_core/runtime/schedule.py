@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pipeline schedules: torch's own action lists, run by torch's own runtime on our stages.
+
+1F1B and GPipe are run through the same runtime as the others, from lists that equal what `Schedule1F1B` and
+`ScheduleGPipe` execute. A batch that has too few micro-batches for a schedule is run by the GPipe order, which has
+no such limit and gives the same numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from holmes_core.runtime.stage import HolmesStage
+from holmes_core.runtime.torch_compat import (
+    SCHEDULE_LOGGER,
+    Action,
+    ComputationType,
+    PipelineScheduleRuntime,
+    get_schedule_class,
+)
+
+__all__ = ["SINGLE_STAGE", "build_schedule", "gpipe_order", "one_f_one_b_order", "run_schedule"]
+
+_TORCH_NAME = {
+    "interleaved_1f1b": "Interleaved1F1B",
+    "looped_bfs": "LoopedBFS",
+    "interleaved_zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+#: Schedules with exactly one stage per rank.
+SINGLE_STAGE = frozenset({"1f1b", "gpipe"})
+
+_F, _B = ComputationType.FORWARD, ComputationType.FULL_BACKWARD
+
+
+def one_f_one_b_order(num_stages: int, num_microbatches: int) -> dict[int, list[Action]]:
+    """The order that torch's `Schedule1F1B` executes: warm-up, then one backward per forward, then the rest."""
+    order: dict[int, list[Action]] = {}
+    for stage in range(num_stages):
+        warmup = min(num_microbatches, num_stages - stage)
+        actions = [Action(stage, _F, i) for i in range(warmup)]
+        for i in range(num_microbatches):
+            actions.append(Action(stage, _B, i))
+            if warmup + i < num_microbatches:
+                actions.append(Action(stage, _F, warmup + i))
+        order[stage] = actions
+    return order
+
+
+def gpipe_order(stages_of_rank: Mapping[int, list[int]], num_microbatches: int) -> dict[int, list[Action]]:
+    """All forwards, then all backwards, for any assignment of stages to ranks."""
+    order: dict[int, list[Action]] = {}
+    for rank, stages in stages_of_rank.items():
+        forward = [Action(s, _F, i) for s in sorted(stages) for i in range(num_microbatches)]
+        backward = [Action(s, _B, i) for s in sorted(stages, reverse=True) for i in range(num_microbatches)]
+        order[rank] = forward + backward
+    return order
+
+
+class _OurStages:
+    """Mixed into torch's schedule classes: our stages agree on shapes themselves."""
+
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        return
+
+
+class _FromOrder(_OurStages, PipelineScheduleRuntime):  # type: ignore[misc, valid-type]
+    def __init__(self, stages: list[HolmesStage], n_microbatches: int, order: dict[int, list[Action]]) -> None:
+        super().__init__(stages, n_microbatches)
+        self.pipeline_order = order
+        self._prepare_schedule_with_comms(order)
+
+
+def _fits(name: str, num_stages: int, pp: int, num_microbatches: int) -> bool:
+    """Whether torch's schedule takes this number of micro-batches."""
+    if name in SINGLE_STAGE:
+        return name == "gpipe" or num_microbatches >= num_stages
+    if name == "looped_bfs":
+        return True
+    if name == "zbv":
+        return num_microbatches >= pp
+    if name == "dualpipev":
+        return num_microbatches >= num_stages
+    return num_microbatches % max(1, num_microbatches // pp) == 0
+
+
+def build_schedule(
+    name: str, stages: list[HolmesStage], num_microbatches: int, stages_of_rank: Mapping[int, list[int]]
+) -> Any:
+    """Build the schedule object for a number of micro-batches.
+
+    Args:
+        name: One of `HolmesConfig.schedule`.
+        stages: This rank's stages.
+        num_microbatches: Micro-batches of the batch at hand.
+        stages_of_rank: Pipeline rank to its stages.
+
+    Returns:
+        An object of torch's schedule runtime; `run_schedule` runs it.
+    """
+    num_stages, pp = stages[0].num_stages, len(stages_of_rank)
+    if name == "gpipe" or not _fits(name, num_stages, pp, num_microbatches):
+        return _FromOrder(stages, num_microbatches, gpipe_order(stages_of_rank, num_microbatches))
+    if name == "1f1b":
+        return _FromOrder(stages, num_microbatches, one_f_one_b_order(num_stages, num_microbatches))
+    base = get_schedule_class(_TORCH_NAME[name])
+    cls = type(base.__name__, (_OurStages, base), {})
+    # The loss function only tells torch that there is a backward; the user's step computes the loss.
+    return cls(stages, n_microbatches=num_microbatches, loss_fn=None, scale_grads=False)
+
+
+def run_schedule(schedule: Any) -> None:
+    """Run one batch, forward and backward."""
+    n = schedule._n_microbatches
+    level = SCHEDULE_LOGGER.level
+    SCHEDULE_LOGGER.setLevel(logging.CRITICAL)  # on failure torch would print the whole table on every rank
+    try:
+        schedule._step_microbatches(arg_mbs=[()] * n, kwarg_mbs=[{}] * n, losses=None, return_outputs=False)
+    finally:
+        SCHEDULE_LOGGER.setLevel(level)

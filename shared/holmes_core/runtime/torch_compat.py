@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything of torch that is private or differs between releases, in one place.
+
+The stage and the schedules are built on the runtime of ``torch.distributed.pipelining``; some of it has no public
+name yet. Tested with torch 2.13 and 2.14; another release that moved a name fails here, at import, with that name.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.pipelining import schedules as _schedules
+from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import (
+    _Action as Action,
+)
+from torch.distributed.pipelining.schedules import (
+    _ComputationType as ComputationType,
+)
+from torch.distributed.pipelining.schedules import (
+    _PipelineScheduleRuntime as PipelineScheduleRuntime,
+)
+from torch.distributed.pipelining.schedules import (
+    get_schedule_class,
+)
+
+#: The logger on which torch prints the whole schedule table when an action fails.
+SCHEDULE_LOGGER = _schedules.logger
+
+__all__ = [
+    "SCHEDULE_LOGGER",
+    "Action",
+    "ComputationType",
+    "PipelineScheduleRuntime",
+    "get_schedule_class",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
