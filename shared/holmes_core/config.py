@@ -155,12 +155,15 @@ class HolmesConfig(Value):
             )
         for name, extra in (("layers_per_stage", 0), ("split_points", 1)):
             given = getattr(self, name)
-            if given is not None and self.pp is not None and len(given) + extra != self.pp * v:
+            count = 0 if given is None else len(given) + extra
+            if count % v or (count and self.pp is not None and count != self.pp * v):
+                ranks = "pp" if self.pp is None else f"pp {self.pp}"
+                remedy = f"give {self.pp * v - extra} entries, or " if self.pp is not None else ""
                 raise ConfigError(
-                    seen=f"{name} describes {len(given) + extra} stages",
+                    seen=f"{name} describes {count} stages",
                     where=f"HolmesConfig.{name}",
-                    means=f"pp {self.pp} x {v} stage(s) per rank are {self.pp * v} stages",
-                    do=f"give {self.pp * v - extra} entries, or change pp or virtual_stages",
+                    means=f"the pipeline has {ranks} x {v} (stages per rank) stages",
+                    do=f"{remedy}change {name}, pp, schedule or virtual_stages",
                 )
 
     @property
@@ -189,7 +192,7 @@ class HolmesConfig(Value):
         env = os.environ if env is None else env
         given = {key: value for key, value in (kwargs or {}).items() if value is not None}
         _refuse_unknown(given, {}, "keyword arguments", extra=("config",))
-        path = given.pop("config", None) or env.get("HOLMES_CONFIG")
+        path = given.pop("config", None) or env.get("HOLMES_CONFIG") or None
         origins = dict.fromkeys(given, "keyword arguments")
         _refuse_both(given, origins)
         merged: dict[str, Any] = {}

@@ -140,6 +140,8 @@ def test_contradictions() -> None:
         HolmesConfig(pp=2, schedule="zbv", layers_per_stage=(1, 2, 3))
     with pytest.raises(ConfigError, match=r"split_points describes 2 stages(?s:.)*give 2 entries"):
         HolmesConfig(pp=3, split_points=("a",))
+    with pytest.raises(ConfigError, match=r"layers_per_stage describes 3 stages(?s:.)*pp x 2 "):
+        HolmesConfig(schedule="zbv", layers_per_stage=(1, 2, 3))
 
 
 def write(path: Path, text: str) -> str:
@@ -153,6 +155,7 @@ def test_arguments_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
     assert (config.pp, config.dp, config.tp) == (2, 8, None)
     assert (config.num_microbatches, config.micro_batch_size) == (6, None)
     assert HolmesConfig.load({}, {"HOLMES_CONFIG": path}).dp == 4
+    assert HolmesConfig.load({}, {"HOLMES_CONFIG": "", "HOLMES_CLUSTER": ""}) == HolmesConfig()
     other = write(tmp_path / "o.yaml", "pp: 7\n")
     assert HolmesConfig.load({"config": other}, {"HOLMES_CONFIG": path}).pp == 7
 

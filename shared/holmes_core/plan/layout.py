@@ -302,7 +302,9 @@ def _fail(
 ) -> NoReturn:
     options = nearest_layouts(topology, config, model, wanted)
     lines = "\n".join(f"- {_describe(topology, layout)}" for layout in options)
-    names = [name for name in ("pp", "dp", "tp") if getattr(config, name) is not None]
+    names = [
+        name for name in ("pp", "dp", "tp", "layers_per_stage", "split_points") if getattr(config, name) is not None
+    ]
     raise ConfigError(
         seen=seen,
         where="HolmesConfig." + ", ".join(names) if names else "the clusters' sizes and the model",

@@ -105,6 +105,13 @@ def test_f4_21_unequal_machines() -> None:
     assert "uses all 8 ranks" in text
 
 
+def test_described_stages_that_do_not_fit() -> None:
+    text = refusal(topology_of([4]), layers_per_stage=(22, 21, 21))
+    assert "pp 3 x dp 1 x tp 1 = 3 ranks, the job has 4" in text
+    assert "where: HolmesConfig.layers_per_stage" in text
+    assert "1 of 4 ranks idle" in text
+
+
 def test_world_size_mismatch() -> None:
     text = refusal(topology_of([8]), pp=3, dp=2, tp=1)
     assert "pp 3 x dp 2 x tp 1 = 6 ranks, the job has 8" in text

@@ -34,7 +34,7 @@ def test_whole_plan_is_as_it_was(name: str) -> None:
 
 
 @given(job=jobs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_plan_keeps_the_invariants(job: tuple[Topology, dict[str, Any]]) -> None:
     topology, wishes = job
     plan = plan_of(topology, num_blocks=40, **wishes)
@@ -63,7 +63,7 @@ def test_any_plan_keeps_the_invariants(job: tuple[Topology, dict[str, Any]]) -> 
 
 
 @given(job=jobs())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_stage_boundary_has_its_two_edges(job: tuple[Topology, dict[str, Any]]) -> None:
     topology, wishes = job
     plan = plan_of(topology, num_blocks=40, **wishes)
@@ -85,7 +85,7 @@ def test_every_stage_boundary_has_its_two_edges(job: tuple[Topology, dict[str, A
 
 
 @given(job=jobs())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_json_round_trip_and_determinism(job: tuple[Topology, dict[str, Any]]) -> None:
     topology, wishes = job
     plan = plan_of(topology, num_blocks=40, **wishes)
