@@ -154,7 +154,7 @@ def gather_partial(tensor: Tensor, dim: int, context: TensorParallelContext) -> 
 
 
 def gather_sections(tensor: Tensor, sections: tuple[int, ...], context: TensorParallelContext) -> Tensor:
-    """Join the last dimension like ``gather_replicated``, where it has sections (q, k, v) that were split one by one."""
+    """Join the last dimension like ``gather_replicated``, where it has sections (q, k, v) split one by one."""
     result: Tensor = _GatherSections.apply(tensor, sections, context)  # type: ignore[no-untyped-call]
     return result
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -108,12 +109,12 @@ EXPECT: dict[str, dict[str, Any]] = {
 }
 
 
-def build(family: str, *, dropout: bool = False) -> nn.Module:
+def build(family: str, *, dropout: bool = False, **more: Any) -> nn.Module:
     """Return a tiny model with weights large enough that every part of it matters."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     kind, changes = FAMILIES[family]
-    settings = {**BASE, **({} if dropout else NO_DROPOUT), **changes}
+    settings = {**BASE, **({} if dropout else NO_DROPOUT), **changes, **more}
     implementation = settings.pop("_attn_implementation", None)
     config = AutoConfig.for_model(kind, **settings)
     torch.manual_seed(0)
@@ -150,7 +151,7 @@ def merged(parameter: Tensor, tensor: Tensor, group: dist.ProcessGroup) -> Tenso
     shard = get_shard(parameter)
     if shard is not None:
         return shard.merge(parts)
-    assert torch.equal(parts[0], parts[1]), "replicated tensor differs between ranks"
+    assert all(torch.equal(parts[0], part) for part in parts), "replicated tensor differs between ranks"
     return tensor
 
 
@@ -173,7 +174,14 @@ def expected_report(report: TensorParallelReport, expect: dict[str, Any]) -> str
         "gathered": sorted({name.rpartition(".")[2] for name in report.gathered}),
         "now": all(text.endswith("now") for text in report.checks) and bool(report.checks),
     }
-    defaults = {"attention": 2, "rest": 2, "vocabulary": ("embedding", "head"), "whole": [], "gathered": [], "now": True}
+    defaults = {
+        "attention": 2,
+        "rest": 2,
+        "vocabulary": ("embedding", "head"),
+        "whole": [],
+        "gathered": [],
+        "now": True,
+    }
     wrong = {key: value for key, value in said.items() if value != {**defaults, **expect}[key]}
     return f"report: {wrong}" if wrong else ""
 
@@ -223,7 +231,7 @@ def family_cases() -> dict[str, Callable[[dist.ProcessGroup], str]]:
     return {family: case(family) for family in FAMILIES}
 
 
-def worker(rank: int, store: str, results: str, names: list[str]) -> None:
+def worker(rank: int, ranks: int, store: str, results: str, names: list[str]) -> None:
     """Run all cases on one rank and write what rank 0 found."""
     torch.set_num_threads(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -231,39 +239,38 @@ def worker(rank: int, store: str, results: str, names: list[str]) -> None:
     import traceback
 
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )
-    group = dist.new_group([0, 1], backend="gloo")
+    group = dist.new_group(list(range(ranks)), backend="gloo")
     found: dict[str, str] = {}
     for name in names:
         module, _, key = name.partition(":")
         try:
             found[name] = importlib.import_module(module).CASES[key](group)
-        except Exception as error:
+        except (Exception, pytest.fail.Exception) as error:
             found[name] = "".join(traceback.format_exception(error))[-3000:]
     torch.save(found, f"{results}.{rank}")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def run_cases(module: str, keys: list[str], seconds: float = 240.0) -> dict[str, str]:
-    """Run cases in two processes; a test reads its own line. A hang ends after ``seconds``."""
+def run_cases(module: str, keys: list[str], *, ranks: int = 2, seconds: float = 240.0) -> dict[str, str]:
+    """Run cases in several processes; a test reads its own line. A hang ends after ``seconds``."""
     with tempfile.TemporaryDirectory() as folder:
         store, results = str(Path(folder) / "store"), str(Path(folder) / "results")
         names = [f"{module}:{key}" for key in keys]
-        processes = mp.spawn(worker, args=(store, results, names), nprocs=2, join=False)
+        processes = mp.spawn(worker, args=(ranks, store, results, names), nprocs=ranks, join=False)
+        deadline = time.monotonic() + seconds
         try:
-            if not processes.join(timeout=seconds):
-                while not processes.join(timeout=1):
-                    seconds -= 1
-                    if seconds < -30:
-                        raise TimeoutError("workers hang")
+            while not processes.join(timeout=1):
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"the workers take longer than {seconds} s")
         finally:
             for process in processes.processes:
                 if process.is_alive():
                     process.kill()
-        found = [torch.load(f"{results}.{rank}") for rank in range(2)]
-    return {key: found[0][f"{module}:{key}"] or found[1][f"{module}:{key}"] for key in keys}
+        found = [torch.load(f"{results}.{rank}") for rank in range(ranks)]
+    return {key: next(filter(None, (part[f"{module}:{key}"] for part in found)), "") for key in keys}
 
 
 CASES = family_cases()

@@ -28,9 +28,7 @@ def layouts(draw: st.DrawFn) -> tuple[TensorShard, int]:
     lengths = st.integers(1, 9) if padded else st.integers(1, 4).map(lambda n: n * size)
     sections = tuple(draw(st.lists(lengths, min_size=1, max_size=3)))
     before, after = (tuple(draw(st.lists(st.integers(1, 3), max_size=2))) for _ in range(2))
-    shard = TensorShard(
-        dim=len(before), full_shape=(*before, sum(sections), *after), sections=sections, padded=padded
-    )
+    shard = TensorShard(dim=len(before), full_shape=(*before, sum(sections), *after), sections=sections, padded=padded)
     return shard, size
 
 
@@ -43,7 +41,9 @@ def test_merge_is_the_inverse_of_take(case: tuple[TensorShard, int]) -> None:
     assert {tuple(part.shape) for part in parts} == {shard.local_shape(size)}
     assert torch.equal(shard.merge(parts), full)
     assert sum(int((part != 0).sum()) for part in parts) == full.numel()  # padding is zero, nothing appears twice
-    held = [position for rank in range(size) for start, stop in shard.ranges(rank, size) for position in range(start, stop)]
+    held = [
+        position for rank in range(size) for start, stop in shard.ranges(rank, size) for position in range(start, stop)
+    ]
     assert sorted(held) == list(range(shard.full_shape[shard.dim]))
     assert TensorShard.from_dict(shard.to_dict()) == shard
 
