@@ -117,7 +117,7 @@ def test_run_shows_the_scripts_own_traceback(script, run_script) -> None:
     assert f'File "{path}", line 2, in f\n    raise ValueError' in ended.output
 
 
-# Whether the import hook is there; that this is what puts "holmes" into the registries is test_registration.py's matter,
+# Whether the import hook is there; that it puts "holmes" into the registries is for test_registration.py to show,
 # and importing Lightning takes seconds.
 KNOWN = """
     import os, sys

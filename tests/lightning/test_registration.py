@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 import textwrap
 from types import ModuleType, SimpleNamespace
@@ -150,13 +149,7 @@ def test_current_namespace_when_only_one_is_installed(monkeypatch) -> None:
 
 # -- real Trainers ----------------------------------------------------------------------------------------------------
 
-needs_strategy = pytest.mark.skipif(
-    importlib.util.find_spec("holmes_lightning.strategy") is None,
-    reason="holmes_lightning/strategy.py is not there yet",
-)
 
-
-@needs_strategy
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_trainer_by_name_and_by_object(namespace, run_code) -> None:
     """Both give the same class, built on this namespace, and its name leads back to it.
@@ -182,7 +175,6 @@ def test_trainer_by_name_and_by_object(namespace, run_code) -> None:
     assert lines["pickled"] == "True"
 
 
-@needs_strategy
 @pytest.mark.parametrize("namespace", NAMESPACES)
 def test_lightning_cli(namespace, tmp_path, run_code) -> None:
     """Every spelling of the strategy that LightningCLI has. In one process: importing Lightning takes seconds."""
