@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from holmes_core.config import HolmesConfig
+from holmes_core.errors import ConfigError
 from holmes_core.plan.layout import default_num_microbatches
 from holmes_core.plan.plan import Plan
 from holmes_core.runtime import microbatch, rng
@@ -120,6 +121,8 @@ class Engine:
         self.batches_seen = 0
         self.interceptor: Interceptor | None = None
         self.entries: list[ParamEntry] = []
+        #: Modules outside the blocks whose parameters live on other stages.
+        self.lost: list[tuple[str, nn.Module]] = []
         self.stages: list[HolmesStage] = []
         self.gradients: Gradients | None = None
         self.loss_rule = LossRule(config.loss_weight)
@@ -158,9 +161,9 @@ class Engine:
                 entry.aliases += (name,)
         if self.num_stages == 1:
             return
-        lost = drop_absent(self.root, self.chain, local)
+        self.lost = drop_absent(self.root, self.chain, local)
         self.interceptor = Interceptor(list(zip(self.chain.names, self.chain.blocks, strict=True)), self.device)
-        for name, module in lost:
+        for name, module in self.lost:
             self.interceptor.absent(name, module)
 
     def build(self) -> None:
@@ -180,6 +183,10 @@ class Engine:
             for param in block.parameters():
                 in_block[id(param)] = stage
         self.stages = [self._make_stage(self.windows[s], in_block) for s in self.local_stages]
+
+    def local_names(self) -> dict[str, bool]:
+        """Whether this rank holds a parameter, by every name."""
+        return {alias: entry.local for entry in self.entries for alias in entry.aliases}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """This rank's real parameters by first name, in canonical order."""
@@ -225,7 +232,10 @@ class Engine:
     def cut(self, batch: Any) -> list[Any]:
         """Cut a batch into micro-batches."""
         size = microbatch.batch_size_of(batch)
-        n = default_num_microbatches(size, self.plan.layout)
+        try:
+            n = default_num_microbatches(size, self.plan.layout)
+        except ConfigError:  # too few samples for the schedule: `build_schedule` takes the GPipe order then
+            n = size
         if n == 1:
             return [batch]
         return [microbatch.slice_batch(batch, rows, size) for rows in microbatch.split_sizes(size, n)]

@@ -1,0 +1,438 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The hooks of HolmesStrategy, for either of Lightning's namespaces."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from holmes_core.config import HolmesConfig
+from holmes_core.runtime import state
+from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.failure import FailureLog
+from holmes_core.runtime.model_facts import model_config
+from holmes_core.runtime.setup import build_engine, check_degrees, share_random_state
+from holmes_lightning.metrics import connect_metrics, metric_path, release_metrics
+from holmes_lightning.refusals import refuse_optimizers, refuse_unsupported
+from holmes_lightning.steps import StepRunner
+
+__all__ = ["StrategyHooks"]
+
+
+class StrategyHooks:
+    """Everything of HolmesStrategy that does not depend on the namespace (mixed in before ParallelStrategy)."""
+
+    _namespace: str
+    _engine: Engine | None = None
+    _steps: StepRunner | None = None
+    _failures: FailureLog | None = None
+    _restore_late: bool | None = None
+
+    def _start(self, settings: Mapping[str, Any], weights_only: bool | None) -> None:
+        self.config = HolmesConfig.load(kwargs=settings, env=os.environ)
+        self._weights_only = weights_only
+        self._block_sync = False
+        self._num_nodes = 1
+        self._whole = True
+        self._stash: list[tuple[nn.Parameter, Tensor]] = []
+
+    def _lightning(self, name: str) -> Any:
+        return importlib.import_module(f"{self._namespace}.{name}")
+
+    def _fabric(self, name: str) -> Any:
+        fabric = "lightning.fabric" if self._namespace == "lightning.pytorch" else "lightning_fabric"
+        return importlib.import_module(f"{fabric}.{name}")
+
+    # ---- processes -----------------------------------------------------------------------------------------------
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning must shard the data: over replicas, not ranks."""
+        return self._engine is None or self._engine.plan.layout.dp > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        return devices[self.local_rank % len(devices)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Hosts, as the Trainer was told."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 1
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """All ranks of a replica see the same samples."""
+        assert self._engine is not None
+        return {"num_replicas": self._engine.plan.layout.dp, "rank": self._engine.place.dp}
+
+    def _configure_launcher(self) -> None:
+        if not self.cluster_environment.creates_processes_externally:
+            launcher = self._lightning("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+            self._launcher = launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment and the loggers which rank this is (a no-op under torchrun and SLURM)."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        self._fabric("utilities.rank_zero").rank_zero_only.rank = self.global_rank
+        self._lightning("utilities.rank_zero").rank_zero_only.rank = self.global_rank
+
+    def setup_environment(self) -> None:
+        """Check what can be checked, then join the other ranks."""
+        module = self.lightning_module
+        refuse_unsupported(module.trainer, module)
+        self.accelerator.setup_device(self.root_device)
+        self.set_world_ranks()
+        world = self.world_size
+        hosts = [socket.gethostname()] * world if self.num_nodes == 1 else None
+        check_degrees(self.config, module, world_size=world, hosts=hosts)
+        # The default group carries control only: on gloo no GPU communicator ever spans networks that cannot meet.
+        self._fabric("utilities.distributed")._init_dist_connection(
+            self.cluster_environment, "gloo", timeout=timedelta(seconds=self.config.timeout)
+        )
+        self._failures = FailureLog(rank=self.global_rank, world_size=world, place=f"host {socket.gethostname()}")
+        self._seed = share_random_state()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Where `configure_model` creates tensors: on the meta device when asked to, else on the CPU."""
+        meta = empty_init or self.config.init == "meta"
+        with torch.device("meta" if meta else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Inside `configure_model`, ``from_pretrained`` waits until it is known which part this rank needs."""
+        from holmes_core.runtime.lazy import lazy_loading
+
+        with lazy_loading():
+            yield
+
+    # ---- set-up ----------------------------------------------------------------------------------------------------
+    def setup(self, trainer: Any) -> None:
+        """Split the model, build the engine, then the optimizer."""
+        self.accelerator.setup(trainer)
+        with self._named_failures():
+            if self._engine is None or self._whole or self._engine.root is not self.lightning_module:
+                self._build()
+            fitting = trainer.state.fn == self._lightning("trainer.states").TrainerFn.FITTING
+            if fitting:
+                self._reset_optimizers_and_schedulers()
+                self.setup_optimizers(trainer)
+                refuse_optimizers(self.optimizers)
+            self.setup_precision_plugin()
+            if fitting:
+                self._fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, self.root_device)
+        # Logged values are equal on all ranks here, with or without it.
+        warnings.filterwarnings("ignore", r"It is recommended to use `self\.log\(.*sync_dist=True")
+        precision = self.precision_plugin
+        precision.clip_grad_by_norm = self._clip_grad_by_norm  # the class's __qualname__ is a checkpoint key: keep it
+        self._share_found_inf(precision)
+
+    def _build(self) -> None:
+        root = self.lightning_module
+        if self._engine is not None:
+            self._engine.groups.close()
+        engine = build_engine(
+            root=root,
+            config=self.config,
+            device=self.root_device,
+            seed=self._seed,
+            convert=self.precision_plugin.convert_module,
+        )
+        self.model = root
+        self._engine, self._whole = engine, False
+        place = engine.place
+        stages = "+".join(str(s) for s in engine.local_stages)
+        self._failures.place = (
+            f"stage {stages} of {engine.num_stages}, dp {place.dp}, tp {place.tp}, host {socket.gethostname()}"
+        )
+        if str(getattr(self.precision_plugin, "precision", "32-true")).startswith(("bf16", "16")):
+            engine.loss_rule.half_precision()
+        root._device_mesh = None
+        connect_metrics(engine)
+        self._steps = StepRunner(engine, root, metric_path(root))
+
+    def _reset_optimizers_and_schedulers(self) -> None:
+        self._optimizers = []
+        self._lightning_optimizers = []
+        self.lr_scheduler_configs = []
+
+    def _share_found_inf(self, precision: Any) -> None:
+        """All ranks skip a half-precision step together: found_inf is the maximum over the job."""
+        scaler = getattr(precision, "scaler", None)
+        if scaler is None or getattr(scaler, "_holmes_shared", False):
+            return
+        unscale = scaler._unscale_grads_
+        world = self._engine.groups.world
+
+        def shared(*args: Any, **kwargs: Any) -> Any:
+            found = unscale(*args, **kwargs)
+            worst = torch.stack([v.detach().cpu() for v in found.values()]).max() if found else torch.zeros(())
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=world)
+            return {device: value.copy_(worst.to(value)) for device, value in found.items()} or {
+                self.root_device: worst.to(self.root_device)
+            }
+
+        scaler._unscale_grads_ = shared
+        scaler._holmes_shared = True
+
+    def model_to_device(self) -> None:
+        """Done while the engine is built: parameters of other stages must stay where they are."""
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Nothing to wrap."""
+        return dataloader
+
+    # ---- steps -----------------------------------------------------------------------------------------------------
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Give all ranks of a replica the same batch, whatever their loader workers drew, then move it."""
+        if self._steps is not None:
+            with self._named_failures():
+                batch = self._steps.same_batch(batch)
+        return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run forward and backward of the whole pipeline; gradients wait in a stash until `backward`.
+
+        Lightning calls zero_grad between the step and `backward`.
+        """
+        module, trainer = self.lightning_module, self.lightning_module.trainer
+        engine = self._engine
+        accumulate = trainer.accumulate_grad_batches
+        if trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:  # as in loops/optimization/automatic.py
+            for param in engine.gradients.params.values():
+                param.grad = None
+        scaler = getattr(self.precision_plugin, "scaler", None)
+
+        def step(micro_batch: Any) -> Any:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(micro_batch, *args, **kwargs)
+
+        with self._named_failures():
+            output = self._steps.train(
+                step, batch, accumulate=accumulate, scale=scaler.get_scale() if scaler is not None else 1.0
+            )
+        self._stash = [(p, p.grad) for p in engine.gradients.params.values() if p.grad is not None]
+        for param, _ in self._stash:
+            param.grad = None
+        return output
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Put the gradients in place, and reduce them in the last batch of an accumulation window."""
+        module, precision = self.lightning_module, self.precision_plugin
+        self.pre_backward(closure_loss)
+        closure_loss = precision.pre_backward(closure_loss, module)
+        for param, grad in self._stash:
+            param.grad = grad
+        self._stash = []
+        if not self._block_sync:
+            with self._named_failures():
+                self._engine.reduce_gradients()
+        closure_loss = precision.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate without reducing."""
+        self._block_sync = True
+        try:
+            yield
+        finally:
+            self._block_sync = False
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """Step what this rank owns, then share the new values."""
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        with self._named_failures():
+            self._engine.broadcast_parameters()
+        return output
+
+    def gradient_norm(self) -> Tensor:
+        """2-norm of the whole model's gradient, each parameter once, equal on all ranks. Collective."""
+        return self._engine.gradient_norm()
+
+    def _clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        with self._named_failures():
+            norm = self._engine.gradient_norm()
+        factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_
+        self._engine.gradients.scale(factor.to(self.root_device))
+
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward through the pipeline."""
+        return self._evaluate("validation_step", self.precision_plugin.val_step_context, batch, args, kwargs)
+
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward through the pipeline."""
+        return self._evaluate("test_step", self.precision_plugin.test_step_context, batch, args, kwargs)
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the step forward through the pipeline; the result is on ranks that run the last stage."""
+        return self._evaluate("predict_step", self.precision_plugin.predict_step_context, batch, args, kwargs)
+
+    def _evaluate(self, name: str, context: Any, batch: Any, args: Any, kwargs: Any) -> Any:
+        method = getattr(self.lightning_module, name)
+
+        def step(whole: Any) -> Any:
+            with context():
+                return method(whole, *args, **kwargs)
+
+        with self._named_failures():
+            return self._steps.evaluate(step, batch, keep_result=name == "predict_step")
+
+    # ---- collectives -----------------------------------------------------------------------------------------------
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over replicas: along the pipeline and over tensor-parallel ranks values are equal."""
+        if not isinstance(tensor, Tensor) or (group is None and (self._engine is None or self._dp_size == 1)):
+            return tensor
+        sync = self._fabric("utilities.distributed")._sync_ddp_if_available
+        return sync(tensor, group if group is not None else self._engine.groups.dp, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from all replicas; shape (dp, ...)."""
+        if group is None and (self._engine is None or self._dp_size == 1):
+            return tensor
+        gather = self._fabric("utilities.distributed")._all_gather_ddp_if_available
+        return gather(tensor, group=group if group is not None else self._engine.groups.dp, sync_grads=sync_grads)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide together, all ranks of the job."""
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision))
+        dist.all_reduce(votes)
+        return bool(votes == dist.get_world_size()) if all else bool(votes)
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all ranks, at most ``timeout`` seconds."""
+        if dist.is_initialized() and not self._failed:
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Hand an object of global rank `src` to all ranks."""
+        if not dist.is_initialized():
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @property
+    def _dp_size(self) -> int:
+        return self._engine.plan.layout.dp
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A model on the meta device can take weights only once its part is real; others load before the split.
+
+        Not always True: Lightning then forgets ``fit(weights_only=)`` (trainer.py, _restore_modules_and_callbacks).
+        """
+        if self._restore_late is None:
+            self._restore_late = any(p.is_meta for p in self.lightning_module.parameters())
+        return self._restore_late
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole weights on rank 0, the same keys on the meta device elsewhere. Collective."""
+        if self._engine is None or self._whole:
+            return self.lightning_module.state_dict()
+        return state.full_state_dict(self._engine)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load whole weights; each rank keeps its part."""
+        if self._engine is None or self._whole:
+            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
+        else:
+            state.load_state_dict(self._engine, checkpoint["state_dict"], strict=strict)
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """State as a single process would hold it, on rank 0. Collective."""
+        return state.full_optimizer_state(self._engine, getattr(optimizer, "_optimizer", optimizer))
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Keep the state of what this rank steps."""
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            state.load_optimizer_state(self._engine, optimizer, saved)
+            self._fabric("utilities.optimizer")._optimizer_to_device(optimizer, self.root_device)
+        ours = checkpoint.get("holmes", {})
+        self._engine.batches_seen = int(ours.get("batches_seen", 0))
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a single-file checkpoint."""
+        if weights_only is None:
+            weights_only = self._weights_only
+        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write one file, which loads under any strategy."""
+        found = model_config(self.lightning_module)
+        checkpoint["holmes"] = {
+            "batches_seen": self._engine.batches_seen if self._engine is not None else 0,
+            "model_path": found[0] if found else None,
+            "model_config": found[1] if found else None,
+        }
+        if self.is_global_zero:
+            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
+        self.barrier()
+
+    # ---- end -----------------------------------------------------------------------------------------------------------
+    _failed = False
+
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        """Raise the name of the rank that failed first instead of this rank's lost connection."""
+        try:
+            yield
+        except Exception as error:
+            self._failed = True
+            named = self._failures.explain(error) if self._failures is not None else error
+            if named is error:
+                raise
+            raise named from None
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Report a failure outside of the steps, so that other ranks can name it."""
+        self._failed = True
+        if self._failures is not None:
+            self._failures.explain(exception)
+
+    def teardown(self) -> None:
+        """Make the module whole again on every rank, unless a rank failed."""
+        engine = self._engine
+        self._restore_late = None
+        if engine is not None:
+            release_metrics(engine.root)
+            if not self._failed and not self._whole:
+                with self._named_failures():
+                    self._whole = state.restore_whole(engine)
+            if self._whole:
+                engine.release()
+        self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
+        self._fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, torch.device("cpu"))
+        if self.lightning_module is not None:
+            self.lightning_module._apply(lambda t: t if t.is_meta else t.cpu())
+        self.precision_plugin.teardown()
+        self.cluster_environment.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()

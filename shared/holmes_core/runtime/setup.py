@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Set-up in one place, read top to bottom: chain, plan, groups, split, fill, tensor parallel, engine."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from holmes_core.cluster.topology import Topology, build_topology
+from holmes_core.config import HolmesConfig
+from holmes_core.errors import HolmesError
+from holmes_core.plan.layout import ModelFacts, choose_layout
+from holmes_core.plan.plan import Plan, make_plan
+from holmes_core.runtime.chain import Chain, find_chain
+from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.model_facts import model_facts
+from holmes_core.runtime.process_groups import ProcessGroups
+from holmes_core.runtime.tensor_parallel import apply_tensor_parallel
+
+__all__ = ["build_engine", "check_degrees", "share_random_state"]
+
+
+def check_degrees(
+    config: HolmesConfig, root: nn.Module, *, world_size: int, hosts: Sequence[str] | None
+) -> None:
+    """Refuse degrees that cannot be, before any process group exists.
+
+    Args:
+        config: The user's settings.
+        root: The user's module; it may not hold its model yet (``configure_model`` runs later).
+        world_size: Ranks of the job.
+        hosts: Host of each rank where that is known without asking the other ranks; None: nothing is checked.
+
+    Raises:
+        HolmesError: The degrees do not fit the ranks, or the model has no blocks to cut it at.
+    """
+    if hosts is None:
+        return
+    topology = build_topology(config, hosts)
+    if sum(p.numel() for p in root.parameters()) == 0:
+        choose_layout(topology, config, ModelFacts(num_blocks=10**6))
+        return
+    _plan(config, root, topology, "cpu")
+
+
+def _plan(config: HolmesConfig, root: nn.Module, topology: Topology, device_type: str) -> tuple[Chain, Plan]:
+    try:
+        chain = find_chain(root, config.split_points)
+    except HolmesError:
+        # Without stages there is nothing to cut: any model can be one piece.
+        whole = Chain(path=type(root).__name__, names=("",), blocks=(root,), front_end="whole model")
+        layout, _ = choose_layout(topology, config, ModelFacts(num_blocks=10**6))
+        if layout.num_stages > 1 or layout.tp > 1:
+            raise
+        return whole, make_plan(config, topology, ModelFacts(num_blocks=1), device_type=device_type)
+    return chain, make_plan(config, topology, model_facts(root, chain), device_type=device_type)
+
+
+def share_random_state() -> int:
+    """Start all ranks from rank 0's random state, so that modules made from now on are equal; returns the run's seed."""
+    numpy: Any = sys.modules.get("numpy")
+    state = [None, None, None, 0]
+    if dist.get_rank() == 0:
+        seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) & (2**63 - 1)
+        state = [torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, seed]
+    dist.broadcast_object_list(state, src=0)
+    torch.set_rng_state(state[0])
+    random.setstate(state[1])
+    if numpy and state[2] is not None:
+        numpy.random.set_state(state[2])
+    return int(state[3])
+
+
+def _same_weights(root: nn.Module) -> None:
+    """Give every rank rank 0's weights where they differ (models built without a common seed)."""
+    params = [p for p in (*root.parameters(), *root.buffers()) if not p.is_meta]
+    if dist.get_world_size() == 1 or not params:
+        return
+    with torch.no_grad():
+        mine = torch.stack([p.detach().double().sum().cpu() for p in params]).nan_to_num()
+        rank_zero = mine.clone()
+        dist.broadcast(rank_zero, src=0)
+        different = torch.tensor(int(not torch.equal(mine, rank_zero)))
+        dist.all_reduce(different, op=dist.ReduceOp.MAX)
+        if not different:
+            return
+        for param in params:
+            value = param.detach().cpu().contiguous()
+            dist.broadcast(value, src=0)
+            param.copy_(value)
+
+
+def build_engine(
+    *,
+    root: nn.Module,
+    config: HolmesConfig,
+    device: torch.device,
+    seed: int,
+    convert: Callable[[nn.Module], nn.Module] | None = None,
+) -> Engine:
+    """Plan the job and make this rank's engine. Collective: all ranks call it with the same model.
+
+    Args:
+        root: The user's module, whole or on the meta device; changed in place.
+        config: The user's settings.
+        device: This rank's device.
+        seed: Seed of the run.
+        convert: Converts the precision of a module in place.
+
+    Returns:
+        The engine, ready to train.
+
+    Raises:
+        HolmesError: The model cannot be cut or split as planned.
+    """
+    hosts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(hosts, os.environ.get("HOLMES_HOST") or socket.gethostname())
+    topology = build_topology(config, hosts)
+    chain, plan = _plan(config, root, topology, device.type)
+    _same_weights(root)
+    if config.print_plan and dist.get_rank() == 0:
+        from holmes_core.report.plan_table import print_plan
+
+        print_plan(plan)
+    groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
+    engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)
+    engine.split()
+    local = engine.local_names()
+    if any(param.is_meta and local[name] for name, param in root.named_parameters()):
+        from holmes_core.runtime.materialize import materialize
+
+        materialize(root, local=local, device=torch.device("cpu"), seed=seed)
+    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    if plan.layout.tp > 1:
+        absent = [b for b in chain.blocks if (ps := list(b.parameters())) and all(p.is_meta for p in ps)]
+        absent += [module for _, module in engine.lost]
+        apply_tensor_parallel(root, blocks=chain.blocks, block_prefix=chain.path, group=groups.tp, skip=absent)
+    if convert is not None:
+        convert(root)
+    engine.build()
+    return engine
