@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from holmes_core.errors import HolmesError
-from holmes_core.runtime.placeholder import make_placeholder
+from holmes_core.runtime.placeholder import Absent, make_placeholder
 
 __all__ = ["Boundary", "describe_output"]
 
@@ -25,7 +25,8 @@ class Boundary:
         requires_grad: Whether a gradient comes back at all (not below frozen stages).
         form: ``"tensor"``, ``"tuple"`` or ``"list"``: how a block returns the hidden state.
         index: Position of the hidden state in that tuple or list.
-        extras: What stands at the other positions: ``("value", v)``, or ``("tensor", shape, dtype)``.
+        extras: What stands at the other positions, as `_extra` describes it.
+        source: Name of the block that returned it.
     """
 
     shape: tuple[int, ...]
@@ -34,29 +35,78 @@ class Boundary:
     form: str = "tensor"
     index: int = 0
     extras: tuple[Any, ...] = ()
+    source: str = "a block"
 
-    def wrap(self, hidden: Tensor) -> Any:
-        """Return ``hidden`` in the form in which a block returns it."""
+    def wrap(self, hidden: Tensor, source: str | None = None) -> Any:
+        """Return ``hidden`` in the form in which a block returns it.
+
+        Args:
+            hidden: The hidden state.
+            source: Name of the block that seems to return it.
+        """
         if self.form == "tensor":
             return hidden
-        items: list[Any] = [
-            extra[1] if extra[0] == "value" else make_placeholder(extra[1], dtype=extra[2], device=hidden.device)
-            for extra in self.extras
-        ]
+        items = [_stand_in(extra, hidden.device, source or self.source) for extra in self.extras]
         items.insert(self.index, hidden)
         return tuple(items) if self.form == "tuple" else items
 
-    def placeholder(self, device: torch.device) -> Any:
+    def placeholder(self, device: torch.device, source: str | None = None) -> Any:
         """Return what an absent block returns: the right form around a placeholder."""
-        return self.wrap(make_placeholder(self.shape, dtype=self.dtype, device=device))
+        source = source or self.source
+        return self.wrap(make_placeholder(self.shape, dtype=self.dtype, device=device, source=source), source)
+
+    def to_json(self) -> list[Any]:
+        """Return what `from_json` reads."""
+        return [
+            list(self.shape),
+            str(self.dtype)[6:],
+            self.requires_grad,
+            self.form,
+            self.index,
+            list(self.extras),
+            self.source,
+        ]
+
+    @classmethod
+    def from_json(cls, value: list[Any]) -> Boundary:
+        """Return the boundary that `to_json` described."""
+        shape, dtype, requires_grad, form, index, extras, source = value
+        return cls(
+            shape=tuple(shape),
+            dtype=getattr(torch, dtype),
+            requires_grad=requires_grad,
+            form=form,
+            index=index,
+            extras=_frozen(extras),
+            source=source,
+        )
 
 
 def _extra(value: Any) -> tuple[Any, ...]:
+    """Describe a value that is not sent, for `_stand_in`, in terms that go through json."""
     if isinstance(value, Tensor):
-        return ("tensor", tuple(value.shape), value.dtype)
+        return ("tensor", tuple(value.shape), str(value.dtype)[6:])
     if value is None or isinstance(value, (bool, int, float, str)):
         return ("value", value)
-    return ("value", None)  # caches and the like: not used in training, not sent
+    if type(value) in (tuple, list):
+        return (type(value).__name__, *(_extra(item) for item in value))
+    return ("object", type(value).__name__)
+
+
+def _stand_in(extra: tuple[Any, ...], device: torch.device, source: str) -> Any:
+    kind, *rest = extra
+    if kind == "tensor":
+        return make_placeholder(rest[0], dtype=getattr(torch, rest[1]), device=device, source=source)
+    if kind == "value":
+        return rest[0]
+    if kind == "object":
+        return Absent(rest[0], source)
+    items = [_stand_in(item, device, source) for item in rest]
+    return tuple(items) if kind == "tuple" else items
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 def describe_output(output: Any, *, block: str) -> tuple[Tensor, Boundary]:
@@ -74,7 +124,7 @@ def describe_output(output: Any, *, block: str) -> tuple[Tensor, Boundary]:
     """
     if isinstance(output, Tensor):
         return output, Boundary(
-            shape=tuple(output.shape), dtype=output.dtype, requires_grad=output.requires_grad
+            shape=tuple(output.shape), dtype=output.dtype, requires_grad=output.requires_grad, source=block
         )
     if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
         for index, item in enumerate(output):
@@ -88,6 +138,7 @@ def describe_output(output: Any, *, block: str) -> tuple[Tensor, Boundary]:
                     form=form,
                     index=index,
                     extras=extras,
+                    source=block,
                 )
     raise HolmesError(
         seen=f"block {block!r} returned {type(output).__name__}, not a tensor or a tuple that starts with one",

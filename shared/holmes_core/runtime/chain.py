@@ -47,7 +47,7 @@ def _numel(module: nn.Module) -> int:
 
 
 def _items(container: nn.Module) -> list[tuple[str, nn.Module]]:
-    return list(container.named_children())
+    return [(name, module) for name, module in container._modules.items() if module is not None]
 
 
 def find_chain(root: nn.Module, split_points: Sequence[str] | None = None) -> Chain:
@@ -95,12 +95,24 @@ def find_chain(root: nn.Module, split_points: Sequence[str] | None = None) -> Ch
             )
     prefix = f"{best[1]}." if best[1] else ""
     items = _items(best[2])
+    _refuse_repeats([(f"{prefix}{name}", module) for name, module in items])
     return Chain(
         path=best[1] or type(root).__name__,
         names=tuple(f"{prefix}{name}" for name, _ in items),
         blocks=tuple(module for _, module in items),
         front_end="block list",
     )
+
+
+def _refuse_repeats(items: list[tuple[str, nn.Module]]) -> None:
+    first: dict[int, str] = {}
+    for name, module in items:
+        if first.setdefault(id(module), name) != name:
+            raise HolmesError(
+                seen=f"{first[id(module)]!r} and {name!r} are the same module",
+                means="a pipeline calls each block once, on one stage",
+                do="make them separate modules (their parameters may be tied), or train with pp=1",
+            )
 
 
 def _no_blocks(root: nn.Module) -> HolmesError:

@@ -5,7 +5,8 @@ A model's blocks form a chain: each takes the hidden state that the one before r
 the chain. When the user's step runs on a stage, blocks before the window return placeholders, the last of them
 returns the activation that the previous stage sent, blocks inside run, and after the window's last block the step is
 left by `StageAbort`, except on the last stage, where it goes on to the head, the loss and the user's logging.
-No code here knows an architecture.
+No code here knows an architecture. What a model does with the hidden state between two blocks is done once, by the
+stage of the second; whatever else of an earlier block or absent module reaches a block or the loss is an error.
 
 Interception replaces ``__call__`` (by a subclass made for the purpose, as FSDP2 does), not ``forward``: activation
 checkpointing layers wrap ``forward`` inside ``__call__``, and the border must lie outside of what is recomputed.
@@ -13,16 +14,25 @@ checkpointing layers wrap ``forward`` inside ``__call__``, and the border must l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.boundary import Boundary, describe_output
-from holmes_core.runtime.placeholder import contains_placeholder, make_placeholder
+from holmes_core.runtime.placeholder import find_placeholder, make_placeholder, mark
+from holmes_core.runtime.side_effects import (
+    check_kept_tensors,
+    check_unwrapped,
+    recorded_outputs,
+    snapshot,
+    written_since,
+)
 
 __all__ = ["Interceptor", "StageAbort", "Window", "restore_class"]
 
@@ -85,7 +95,11 @@ class Interceptor:
         self._boundary: Boundary | None = None
         self._on_enter: Callable[[], None] | None = None
         self._in_backward = False
-        self._whole = False
+        self._step: Callable[[], Any] | None = None
+        self._watch = False
+        self._ran: set[int] = set()  # blocks that ran in some forward: those that may be recomputed
+        self._watched: set[tuple[int, bool]] = set()  # (stage, grad mode) of passes already watched
+        self._absent_names: list[str] = []
         self.captured: tuple[Tensor, Boundary] | None = None
         for index, (_, block) in enumerate(chain):
             _swap_class(block, self._block_call(index))
@@ -116,17 +130,29 @@ class Interceptor:
             raise RuntimeError("a pipeline stage is already running in this process")
         self._window, self._cursor = window, 0
         self._received, self._boundary, self._on_enter = received, boundary, on_enter
+        self._step = step
+        watched = (window.stage, torch.is_grad_enabled())
+        self._watch = watched not in self._watched
         self.captured = None
         result = None
         try:
             result = step()
         except StageAbort:
             pass
+        except (RuntimeError, NotImplementedError) as error:
+            if "meta" in str(error) and not isinstance(error, HolmesError):
+                raise self._meta(window) from error
+            raise
         finally:
-            self._window = self._received = self._boundary = self._on_enter = None
+            self._window = self._received = self._boundary = self._on_enter = self._step = None
         reached = self.captured is not None if not window.is_last else self._cursor == len(self._chain)
         if not reached:
             raise self._not_reached(window)
+        if window.is_last:
+            self._check_real(window, result, "the result of the step")
+        elif self._watch:
+            check_kept_tensors(self._chain[window.start : window.stop])
+        self._watched.add(watched)
         return result
 
     def backward(self) -> _Backward:
@@ -146,35 +172,48 @@ class Interceptor:
         return call
 
     def _call_block(self, index: int, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        name = self._chain[index][0]
         if self._in_backward:
+            if index not in self._ran:
+                raise self._recomputed(name)
             return forward(module, *args, **kwargs)
         window = self._window
         if window is None:
-            raise self._outside(self._chain[index][0])
+            raise self._outside(name)
+        if self.captured is not None:  # user code swallowed the abort and went on
+            raise StageAbort
         if index != self._cursor:
             raise self._out_of_order(index)
+        if self._watch:
+            self._check_call(name)
         self._cursor += 1
-        name = self._chain[index][0]
 
         if not window.is_first and index < window.start:
+            assert self._boundary is not None
             if index < window.start - 1:
-                assert self._boundary is not None
-                return self._boundary.placeholder(self._device)
-            assert self._received is not None and self._boundary is not None
+                return self._boundary.placeholder(self._device, name)
+            assert self._received is not None
             self._enter()
-            output = self._boundary.wrap(self._received)
+            output = self._boundary.wrap(self._received, name)
             if window.start == window.stop and not window.is_last:
                 self._capture(output, name)
             return output
 
         if index == window.start:
             if not window.is_first and index == 0:  # all stages before hold no block: take over the input instead
-                args, kwargs = self._replace_input(args, kwargs)
+                args, kwargs = _replace_input(args, kwargs, name, self._received)
             elif window.is_first and window.stop == 0 and not window.is_last:
-                self._capture(self._first_tensor(args, kwargs, name), name)
-            self._check_no_placeholder(name, args, kwargs)
+                self._capture(_input(args, kwargs, name)[1], name)
             self._enter()
-        output = forward(module, *args, **kwargs)
+        self._check_arguments(window, name, args, kwargs)
+        self._ran.add(index)
+        if not self._watch or window.is_last:
+            output = forward(module, *args, **kwargs)
+        else:
+            before = snapshot(args, kwargs, _find_input(args, kwargs)[1])
+            output = forward(module, *args, **kwargs)
+            if (written := written_since(before)) is not None:
+                raise self._writes(name, written)
         if index == window.stop - 1 and not window.is_last:
             self._capture(output, name)
         return output
@@ -185,56 +224,69 @@ class Interceptor:
             self._on_enter = None
 
     def _capture(self, output: Any, name: str) -> None:
-        self.captured = describe_output(output, block=name)
+        captured = describe_output(output, block=name)
+        assert self._window is not None
+        self._check_real(self._window, captured[0], f"the output of block {name!r}")
+        self.captured = captured
         raise StageAbort
 
-    def _replace_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args:
-            return (self._received, *args[1:]), kwargs
-        for key in ("hidden_states", "x", "input", "inputs"):
-            if key in kwargs:
-                return args, {**kwargs, key: self._received}
-        raise HolmesError(
-            seen=f"block {self._chain[0][0]!r} is called with keywords {sorted(kwargs)} only",
-            where="the first block of the model",
-            means="Holmes cannot tell which of them is the hidden state",
-            do="give the first stage at least one block (layers_per_stage)",
-        )
-
-    def _first_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Tensor:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, Tensor) and value.is_floating_point():
-                return value
-        raise HolmesError(
-            seen=f"block {name!r} is called without a floating-point tensor",
-            means="Holmes cannot find the hidden state that the next stage continues from",
-            do="give the first stage at least one block (layers_per_stage)",
-        )
-
-    def _check_no_placeholder(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        bad = [f"argument {i}" for i, value in enumerate(args) if contains_placeholder(value)]
-        bad += [f"argument {key!r}" for key, value in kwargs.items() if contains_placeholder(value)]
-        if bad:
-            assert self._window is not None
+    # ---- checks ------------------------------------------------------------------------------------------------
+    def _check_call(self, name: str) -> None:
+        """On the first passes: nothing hides the block's graph or wants an output of every block."""
+        if self._cursor == 0:
+            check_unwrapped(sys._getframe(), self._step)
+        if recorded := recorded_outputs():
             raise HolmesError(
-                seen=f"{', '.join(bad)} of block {name!r} was computed by a module of another pipeline stage",
-                where=f"stage {self._window.stage}, first block {name!r}",
-                means="only the hidden state travels between stages; the other arguments of a block must be computable"
-                " on every stage",
-                do='keep the module that makes it on every stage: placement={"its.name": "all"}; where a block hands'
-                " several tensors to the next one the model cannot be pipelined: use pp=1",
+                seen=f"the model is asked to return {', '.join(recorded)} of every block",
+                where=f"block {name!r}",
+                means="each pipeline stage runs some of the blocks only; the values of the others, and a loss over them"
+                " (load balancing of experts, distillation), would silently be missing",
+                do=f"set output_{recorded[0]}=False in the model's config and call, or train with pp=1",
+            )
+
+    def _check_arguments(self, window: Window, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = [(f"argument {i}", value) for i, value in enumerate(args)]
+        named += [(f"argument {key!r}", value) for key, value in kwargs.items()]
+        bad = [(what, source) for what, value in named if (source := find_placeholder(value)) is not None]
+        if not bad:
+            return
+        source = bad[0][1]
+        from_block = source in {block for block, _ in self._chain}
+        raise HolmesError(
+            seen=f"{' and '.join(what for what, _ in bad)} of block {name!r} comes from {source!r}, which runs on"
+            " another pipeline stage",
+            where=f"stage {window.stage}, block {name!r}",
+            means="only the hidden state travels between stages; the other arguments of a block must be computable on"
+            " every stage",
+            do="train this model with pp=1: its blocks hand more than one tensor to later ones"
+            if from_block
+            else f'keep the module on every stage: placement={{"{source}": "all"}}; or train with pp=1',
+        )
+
+    def _check_real(self, window: Window, value: Any, what: str) -> None:
+        source = find_placeholder(value)
+        if source is not None:
+            raise HolmesError(
+                seen=f"{what} depends on {source!r}, which runs on another pipeline stage",
+                where=f"stage {window.stage}",
+                means="only the hidden state that blocks hand to one another travels between stages",
+                do=f'if it is a module outside the blocks: placement={{"{source}": "all"}}; otherwise train this model'
+                " with pp=1 (it uses the output of early blocks or embeddings again later on)",
             )
 
     # ---- modules outside the chain -----------------------------------------------------------------------------
     def absent(self, name: str, module: nn.Module) -> None:
         """Make a module outside the chain, whose parameters live on other stages, return placeholders."""
+        self._absent_names.append(name)
 
         def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            return self._call_absent(name, module, args, kwargs)
+            return self._call_absent(name, module, forward, args, kwargs)
 
         _swap_class(module, call)
 
-    def _call_absent(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_absent(
+        self, name: str, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         window = self._window
         if window is None:
             raise self._outside(name)
@@ -246,12 +298,17 @@ class Interceptor:
                 do=f'say where it is used: placement={{"{name}": "first" | "last" | "ends" | "all"}}',
             )
         assert self._boundary is not None
-        if isinstance(module, nn.Embedding):
-            ids = args[0] if args else kwargs["input"]
+        on_meta = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta").as_subclass(Tensor), (args, kwargs))
+        try:  # its parameters are on the meta device: run it there for the shapes
+            with torch.no_grad():
+                output = forward(module, *on_meta[0], **on_meta[1])
+        except HolmesError:
+            raise
+        except Exception:  # it holds other modules or buffers, which are real
             return make_placeholder(
-                (*ids.shape, module.embedding_dim), dtype=module.weight.dtype, device=self._device
+                self._boundary.shape, dtype=self._boundary.dtype, device=self._device, source=name
             )
-        return make_placeholder(self._boundary.shape, dtype=self._boundary.dtype, device=self._device)
+        return mark(tree_map_only(Tensor, lambda t: torch.empty((), dtype=t.dtype, device=self._device).expand(t.shape), output), name)
 
     # ---- errors ------------------------------------------------------------------------------------------------
     def _outside(self, name: str) -> HolmesError:
@@ -277,6 +334,34 @@ class Interceptor:
             do = "set layerdrop to 0, or name the stage borders with split_points=[...], or train with pp=1"
         return HolmesError(seen=seen, where=f"stage {self._window.stage}", means=means, do=do)
 
+    def _writes(self, name: str, argument: str) -> HolmesError:
+        return HolmesError(
+            seen=f"block {name!r} writes into its {argument}",
+            where=f"block {name!r}",
+            means="later blocks, or the loss, may read there, and on another stage would not find it: only the hidden"
+            " state travels (shared keys and values, collected outputs)",
+            do="train this model with pp=1",
+        )
+
+    def _recomputed(self, name: str) -> HolmesError:
+        return HolmesError(
+            seen=f"the backward pass calls block {name!r}, which this stage does not run",
+            means="one activation checkpoint reaches over the border of two pipeline stages, or the model has a backward"
+            " of its own (reversible layers)",
+            do="checkpoint each block by itself, or move the border with layers_per_stage, or train with pp=1",
+        )
+
+    def _meta(self, window: Window) -> HolmesError:
+        names = ", ".join(repr(name) for name in self._absent_names) or "of a block"
+        return HolmesError(
+            seen=f"the step uses a parameter that this stage does not hold, one of {names}",
+            where=f"stage {window.stage}, " + ("before" if self._cursor <= window.start else "after")
+            + f" block {self._chain[min(self._cursor, len(self._chain) - 1)][0]!r}",
+            means="the parameter is read directly, not by calling its module, and Holmes placed it on another stage",
+            do=f'say where it is used: placement={{"{(self._absent_names or ["its.name"])[0]}": "ends" | "all"}}, for each'
+            " module that is read so",
+        )
+
     def _not_reached(self, window: Window) -> HolmesError:
         at = self._cursor
         return HolmesError(
@@ -285,6 +370,34 @@ class Interceptor:
             means="every stage waits for the model's forward to pass through its blocks once in each step",
             do="call the model once, on every path of the step",
         )
+
+
+def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str | None, Tensor | None]:
+    """Where a block's hidden state is among its arguments: the first floating-point tensor."""
+    for key, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return key, value
+    return None, None
+
+
+def _input(args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> tuple[int | str, Tensor]:
+    key, value = _find_input(args, kwargs)
+    if key is None or value is None:
+        raise HolmesError(
+            seen=f"block {name!r} is called without a floating-point tensor",
+            means="Holmes cannot find the hidden state that the next stage continues from",
+            do="give the first stage at least one block (layers_per_stage)",
+        )
+    return key, value
+
+
+def _replace_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], name: str, received: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    key, _ = _input(args, kwargs, name)
+    if isinstance(key, int):
+        return (*args[:key], received, *args[key + 1 :]), kwargs
+    return args, {**kwargs, key: received}
 
 
 class _Backward:

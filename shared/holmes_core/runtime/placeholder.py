@@ -3,7 +3,7 @@
 
 Later stages run the user's own forward code, too: embeddings that live on the first stage return a `Placeholder`
 there. It has the right shape, dtype and device, costs one element of memory, and everything computed from it is a
-placeholder again, so a value that would reach a real block by mistake is found instead of trained on.
+placeholder again, so a value that would reach a real block or the loss by mistake is found instead of trained on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-__all__ = ["Placeholder", "contains_placeholder", "make_placeholder"]
+from holmes_core.errors import HolmesError
+
+__all__ = ["Absent", "Placeholder", "find_placeholder", "make_placeholder", "mark"]
 
 # What these return does not depend on the values of their tensor arguments, only on shape, dtype and device.
 _VALUE_FREE = frozenset(
@@ -33,27 +35,136 @@ _VALUE_FREE = frozenset(
         Tensor.new_tensor,
     }
 )
+# These turn a tensor's values into Python values, in which nothing could be traced any more.
+_READS = frozenset(
+    {
+        Tensor.item,
+        Tensor.tolist,
+        Tensor.numpy,
+        Tensor.__array__,
+        Tensor.__bool__,
+        Tensor.__int__,
+        Tensor.__float__,
+        Tensor.__index__,
+        Tensor.__complex__,
+        Tensor.__contains__,
+        Tensor.is_nonzero,
+        torch.is_nonzero,
+        Tensor.equal,
+        torch.equal,
+        Tensor.allclose,
+        torch.allclose,
+    }
+)
 
 
 class Placeholder(Tensor):
-    """A tensor whose values mean nothing; results of operations on it are placeholders, too."""
+    """A tensor whose values mean nothing; results of operations on it are placeholders, too.
+
+    Attributes:
+        source: What would have computed it, for errors.
+    """
+
+    source: str
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in _READS:
+            raise _read_error(func, find_placeholder((args, kwargs)))
+        written = list(_written(func, args, kwargs))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                out = func(*args, **kwargs)
+        except RuntimeError:  # a placeholder's elements share one memory location: torch writes to no such tensor
+            if not any(isinstance(target, Placeholder) and 0 in target.stride() for target in written):
+                raise
+            return None if func is Tensor.__setitem__ else written[0]
         if func in _VALUE_FREE:
             return out
-        return tree_map_only(Tensor, _mark, out)
+        source = find_placeholder((args, kwargs)) or "another module"
+        for target in written:
+            _mark_in_place(target, source)
+        return mark(out, source)
 
 
-def _mark(tensor: Tensor) -> Tensor:
-    return tensor if isinstance(tensor, Placeholder) else tensor.as_subclass(Placeholder)
+def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Tensors that a function writes into: by torch's convention those of ``name_``, ``__iname__`` and ``out=``."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+    if in_place and args and isinstance(args[0], Tensor) and name not in ("__int__", "__index__", "__invert__"):
+        yield args[0]
+    out = kwargs.get("out")
+    yield from (t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, Tensor))
 
 
-def make_placeholder(shape: Iterable[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a placeholder of ``shape``; it shares one zero element, whatever the shape."""
-    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)).as_subclass(Placeholder)
+def _mark_in_place(tensor: Tensor | None, source: str) -> None:
+    while tensor is not None:  # a write into a view is a write into its base
+        if type(tensor) is Tensor:
+            tensor.__class__ = Placeholder
+            tensor.source = source  # type: ignore[attr-defined]
+        with torch._C.DisableTorchFunctionSubclass():
+            tensor = tensor._base
+
+
+def _read_error(func: Any, source: str | None) -> HolmesError:
+    return HolmesError(
+        seen=f"the step reads the values ({getattr(func, '__name__', func)}) of something computed from {source}",
+        means="another pipeline stage computes it; here only its shape is known",
+        do=f'keep the module on every stage: placement={{"{source}": "all"}}; or read values after the model\'s'
+        " blocks only; or train with pp=1",
+    )
+
+
+def mark(value: Any, source: str) -> Any:
+    """Return ``value`` with every tensor in it made a placeholder (sharing its memory)."""
+
+    def one(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Placeholder):
+            tensor = tensor.as_subclass(Placeholder)
+        if not hasattr(tensor, "source"):
+            tensor.source = source
+        return tensor
+
+    return tree_map_only(Tensor, one, value)
+
+
+def make_placeholder(
+    shape: Iterable[int], *, dtype: torch.dtype, device: torch.device, source: str = "another module"
+) -> Tensor:
+    """Return a placeholder of ``shape``; it shares one zero element, whatever the shape.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        device: Where it lives.
+        source: Name of the module that would have computed it.
+    """
+    placeholder: Tensor = mark(torch.zeros((), dtype=dtype, device=device).expand(tuple(shape)), source)
+    return placeholder
+
+
+class Absent:
+    """Stands for an object other than a tensor (a cache, say) that a block of another stage returned.
+
+    Args:
+        kind: The object's type.
+        source: What would have returned it.
+    """
+
+    __slots__ = ("kind", "source")
+
+    def __init__(self, kind: str, source: str) -> None:
+        self.kind, self.source = kind, source
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise HolmesError(
+            seen=f"the step uses {name!r} of the {self.kind} that {self.source} returned",
+            means="another pipeline stage made it; only the hidden state travels between stages",
+            do="train with use_cache=False or pp=1",
+        )
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Any]:
@@ -67,6 +178,9 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
             yield from _leaves(item, depth - 1)
 
 
-def contains_placeholder(value: Any) -> bool:
-    """Whether ``value`` is a placeholder or a (nested) tuple, list or dict that holds one."""
-    return any(isinstance(leaf, Placeholder) for leaf in _leaves(value, 4))
+def find_placeholder(value: Any) -> str | None:
+    """Return the source of a placeholder in ``value`` or in a (nested) tuple, list or dict; None if there is none."""
+    for leaf in _leaves(value, 5):
+        if isinstance(leaf, (Placeholder, Absent)):
+            return getattr(leaf, "source", "another module")
+    return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from holmes_core.errors import ConfigError
+from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.runtime.chain import Chain
 
 __all__ = ["ParamEntry", "decide_stages", "drop_absent", "output_head", "slots", "stage_of_blocks"]
@@ -76,10 +76,11 @@ def decide_stages(
 ) -> dict[str, frozenset[int]]:
     """Decide on which stages each parameter lives.
 
-    Blocks live on their stage. Outside the blocks: embeddings on the first stage; the output head on the last; big
-    modules (over 2 % of all parameters) on the first or the last, by the order of registration; everything else is
-    small and lives on all stages, its gradients summed over them, which is right wherever it is used. Tied
-    parameters live on the stages of all their names.
+    Blocks live on their stage. Outside the blocks: embeddings on the first stage (small frozen ones, such as tables
+    of positions, on all); the output head on the last; big modules (over 2 % of all parameters) on the first or the
+    last, by the order of registration; everything else is small and lives on all stages, its gradients summed over
+    them, which is right wherever it is used. So do the own parameters of modules around the blocks, and parameter
+    lists, which are read without a call. Tied parameters live on the stages of all their names.
 
     Args:
         root: The user's module.
@@ -93,7 +94,10 @@ def decide_stages(
 
     Raises:
         ConfigError: `placement` names no module.
+        HolmesError: The model's loss needs something of every block.
     """
+    if len(sizes) > 1:
+        _refuse_router_loss(root)
     last = len(sizes) - 1
     everywhere = frozenset(range(len(sizes)))
     meaning = {"first": frozenset({0}), "last": frozenset({last}), "ends": frozenset({0, last}), "all": everywhere}
@@ -107,26 +111,30 @@ def decide_stages(
             do=f"use full module names, such as {[n for n in modules if n][:6]}",
         )
     of_block = stage_of_blocks(sizes)
-    in_block: dict[int, int] = {}
+    in_block: dict[int, set[int]] = {}  # blocks may share modules
     for index, block in enumerate(chain.blocks):
         for module in block.modules():
-            in_block[id(module)] = of_block[index]
+            in_block.setdefault(id(module), set()).add(of_block[index])
+    steps = chain.names[0].split(".")
+    around = {".".join(steps[:i]) for i in range(len(steps))}  # modules that contain the blocks
     head = output_head(root)
-    in_head = {id(module) for module in head.modules()} if head is not None else set()
+    in_head = _whole_head(modules, head, around)
     total = max(1, sum(p.numel() for p in root.parameters()))
     seen_chain = False
     wanted: dict[int, set[int]] = {}
     for path, module in modules.items():
         if id(module) in in_block:
             seen_chain = True
-            stages = frozenset({in_block[id(module)]})
+            stages = frozenset(in_block[id(module)])
         else:
-            own = sum(p.numel() for p in module._parameters.values() if p is not None)
+            params = [p for p in module._parameters.values() if p is not None]
+            own = sum(p.numel() for p in params)
+            frozen = not any(p.requires_grad for p in params)
             if isinstance(module, nn.Embedding):
-                stages = meaning["first"]
+                stages = everywhere if frozen and own <= _BIG * total else meaning["first"]
             elif id(module) in in_head:
                 stages = meaning["last"]
-            elif own > _BIG * total and path:
+            elif own > _BIG * total and path not in around and not isinstance(module, (nn.ParameterList, nn.ParameterDict)):
                 stages = meaning["last" if seen_chain else "first"]
             else:
                 stages = everywhere
@@ -137,6 +145,25 @@ def decide_stages(
             if param is not None:
                 wanted.setdefault(id(param), set()).update(stages)
     return {name: frozenset(wanted[id(param)]) for name, _, _, param in slots(root)}
+
+
+def _whole_head(modules: Mapping[str, nn.Module], head: nn.Module | None, around: set[str]) -> set[int]:
+    """The modules of the head: the outermost module that holds the output layer and does not hold the blocks."""
+    for path, module in modules.items():  # parents come before their children
+        if head is not None and path not in around and any(child is head for child in module.modules()):
+            return {id(child) for child in module.modules() if not isinstance(child, nn.Embedding)}
+    return set()
+
+
+def _refuse_router_loss(root: nn.Module) -> None:
+    for path, module in root.named_modules():
+        if getattr(getattr(module, "config", None), "output_router_logits", False) is True:
+            raise HolmesError(
+                seen=f"{path or type(module).__name__}.config.output_router_logits is True: the loss has an auxiliary"
+                " part over the router logits of every block",
+                means="each pipeline stage runs some of the blocks only, so the last one cannot compute that loss",
+                do="set output_router_logits to False in the model's config, or train with pp=1",
+            )
 
 
 def drop_absent(root: nn.Module, chain: Chain, local: Mapping[str, bool]) -> list[tuple[str, nn.Module]]:

@@ -298,15 +298,10 @@ class HolmesStage(PipelineStage):
 
 
 def _encode(boundary: Boundary) -> Tensor:
-    extras = [
-        [e[0], list(e[1]), str(e[2])[6:]] if e[0] == "tensor" else [e[0], e[1]] for e in boundary.extras
-    ]
-    text = json.dumps(
-        [list(boundary.shape), str(boundary.dtype)[6:], boundary.requires_grad, boundary.form, boundary.index, extras]
-    ).encode()
+    text = json.dumps(boundary.to_json()).encode()
     if len(text) > _HEADER_BYTES:
         raise HolmesError(
-            seen=f"the output of a block holds {len(extras)} values besides the hidden state",
+            seen=f"the output of block {boundary.source!r} holds {len(boundary.extras)} values besides the hidden state",
             means=f"their description does not fit {_HEADER_BYTES} bytes",
             do="return only the hidden state from blocks at stage borders",
         )
@@ -314,14 +309,4 @@ def _encode(boundary: Boundary) -> Tensor:
 
 
 def _decode(buffer: Tensor) -> Boundary:
-    shape, dtype, requires_grad, form, index, extras = json.loads(bytes(buffer.numpy()).decode())
-    return Boundary(
-        shape=tuple(shape),
-        dtype=getattr(torch, dtype),
-        requires_grad=requires_grad,
-        form=form,
-        index=index,
-        extras=tuple(
-            ("tensor", tuple(e[1]), getattr(torch, e[2])) if e[0] == "tensor" else ("value", e[1]) for e in extras
-        ),
-    )
+    return Boundary.from_json(json.loads(bytes(buffer.numpy()).decode()))
