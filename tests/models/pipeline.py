@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Case", "Job", "Outcome", "Workers", "compare", "make_engine"]
@@ -155,8 +155,8 @@ class Job:
     tolerance: float = 1e-5
     logits: Callable[[Any, Any], Any] | None = None
     prepare: Callable[[Any], None] | None = None  # before the split, on both models
-    mistake: Callable[[Any], None] | None = None  # a deliberate mistake in the engine's model
-    extra: dict[str, Any] = field(default_factory=dict)
+    mistake: Callable[[Any], None] | None = None  # a deliberate mistake in the engine or its model
+    trace: bool = False  # record what the stages executed, beside what torch's schedule lists
 
 
 _GROUPS: dict[Any, Any] = {}
@@ -219,7 +219,15 @@ def compare(job: Job) -> dict[str, Any]:
                 for part, output in zip(parts, outputs, strict=True):
                     right = job.logits(alone, part)
                     found["logits"] = max(found["logits"], float((output - right).abs().max() / right.abs().max()))
+    trace: list[tuple[int, str, int]] | None = [] if job.trace else None
+    for stage in engine.stages:
+        stage.trace = trace
     result = engine.train(job.step(model), own)
+    if job.trace:
+        schedule = engine._schedules[result.num_microbatches]
+        found["trace"] = trace
+        found["order"] = actions(schedule.pipeline_order[engine.place.pp])
+        found["schedule"] = type(schedule).__name__
     engine.reduce_gradients()
     loss = torch.zeros(()) if result.loss is None else result.loss.detach().clone()
     if engine.holds_last and dp > 1:
@@ -248,6 +256,19 @@ def compare(job: Job) -> dict[str, Any]:
     found["names"] = sorted(engine.parameters())
     engine.release()
     return found
+
+
+def actions(order: list[Any]) -> list[tuple[int, str, int]]:
+    """The compute actions of a list of torch's, as `HolmesStage.trace` spells them."""
+    flat: list[tuple[int, str, int]] = []
+    for action in order:
+        if action is None:
+            continue
+        parts = action.sub_actions or (action,)
+        flat += [
+            (p.stage_index, str(p.computation_type), p.microbatch_index) for p in parts if str(p.computation_type) in "FBIW"
+        ]
+    return flat
 
 
 def assert_same(outcome: Outcome, *, tolerance: float = 1e-5) -> list[dict[str, Any]]:

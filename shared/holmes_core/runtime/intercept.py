@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.boundary import Boundary, describe_output
-from holmes_core.runtime.placeholder import find_placeholder, make_placeholder, mark
+from holmes_core.runtime.placeholder import AbsentParameter, find_placeholder, make_placeholder, stand_in
 from holmes_core.runtime.side_effects import (
     check_kept_tensors,
     check_unwrapped,
@@ -99,7 +99,8 @@ class Interceptor:
         self._watch = False
         self._ran: set[int] = set()  # blocks that ran in some forward: those that may be recomputed
         self._watched: set[tuple[int, bool]] = set()  # (stage, grad mode) of passes already watched
-        self._absent_names: list[str] = []
+        self._absent: list[tuple[str, nn.Module]] = []  # modules outside the chain, with parameters elsewhere
+        self._called: set[str] = set()  # those called in this pass
         self.captured: tuple[Tensor, Boundary] | None = None
         for index, (_, block) in enumerate(chain):
             _swap_class(block, self._block_call(index))
@@ -133,8 +134,10 @@ class Interceptor:
         self._step = step
         watched = (window.stage, torch.is_grad_enabled())
         self._watch = watched not in self._watched
+        self._called.clear()
         self.captured = None
         result = None
+        absent = self._mark_absent()
         try:
             result = step()
         except StageAbort:
@@ -145,6 +148,8 @@ class Interceptor:
             raise
         finally:
             self._window = self._received = self._boundary = self._on_enter = self._step = None
+            for param in absent:
+                param.__class__ = nn.Parameter
         reached = self.captured is not None if not window.is_last else self._cursor == len(self._chain)
         if not reached:
             raise self._not_reached(window)
@@ -163,6 +168,17 @@ class Interceptor:
     def running(self) -> bool:
         """Whether the user's step is running right now."""
         return self._window is not None
+
+    def _mark_absent(self) -> list[nn.Parameter]:
+        found: list[nn.Parameter] = []
+        blocks = [(name, module) for name, block in self._chain for module in block.modules()]
+        for name, module in (*self._absent, *blocks):
+            for param in module._parameters.values():
+                if param is not None and param.is_meta and type(param) is nn.Parameter:
+                    param.__class__ = AbsentParameter
+                    param.source, param.real_device = name, self._device  # type: ignore[attr-defined]
+                    found.append(param)
+        return found
 
     # ---- calls of blocks ---------------------------------------------------------------------------------------
     def _block_call(self, index: int) -> Callable[..., Any]:
@@ -266,18 +282,21 @@ class Interceptor:
     def _check_real(self, window: Window, value: Any, what: str) -> None:
         source = find_placeholder(value)
         if source is not None:
+            from_block = source in {block for block, _ in self._chain}
             raise HolmesError(
                 seen=f"{what} depends on {source!r}, which runs on another pipeline stage",
                 where=f"stage {window.stage}",
                 means="only the hidden state that blocks hand to one another travels between stages",
-                do=f'if it is a module outside the blocks: placement={{"{source}": "all"}}; otherwise train this model'
-                " with pp=1 (it uses the output of early blocks or embeddings again later on)",
+                do="train this model with pp=1: it uses the output of early blocks again later on"
+                if from_block
+                else f'keep the module on every stage that uses it: placement={{"{source}": "ends" | "all"}}; or train'
+                " with pp=1",
             )
 
     # ---- modules outside the chain -----------------------------------------------------------------------------
     def absent(self, name: str, module: nn.Module) -> None:
         """Make a module outside the chain, whose parameters live on other stages, return placeholders."""
-        self._absent_names.append(name)
+        self._absent.append((name, module))
 
         def call(module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return self._call_absent(name, module, forward, args, kwargs)
@@ -290,6 +309,9 @@ class Interceptor:
         window = self._window
         if window is None:
             raise self._outside(name)
+        if self._cursor == len(self._chain) and name in self._called:
+            raise self._again(name)
+        self._called.add(name)
         if window.is_first or self._cursor >= max(window.start, 1):
             raise HolmesError(
                 seen=f"module {name!r} was called on stage {window.stage}, which does not hold its parameters",
@@ -299,16 +321,21 @@ class Interceptor:
             )
         assert self._boundary is not None
         on_meta = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta").as_subclass(Tensor), (args, kwargs))
+        params = [p for p in module.parameters() if type(p) is AbsentParameter]
+        for param in params:
+            param.__class__ = nn.Parameter
         try:  # its parameters are on the meta device: run it there for the shapes
             with torch.no_grad():
-                output = forward(module, *on_meta[0], **on_meta[1])
+                return stand_in(forward(module, *on_meta[0], **on_meta[1]), self._device, name)
         except HolmesError:
             raise
         except Exception:  # it holds other modules or buffers, which are real
             return make_placeholder(
                 self._boundary.shape, dtype=self._boundary.dtype, device=self._device, source=name
             )
-        return mark(tree_map_only(Tensor, lambda t: torch.empty((), dtype=t.dtype, device=self._device).expand(t.shape), output), name)
+        finally:
+            for param in params:
+                param.__class__ = AbsentParameter
 
     # ---- errors ------------------------------------------------------------------------------------------------
     def _outside(self, name: str) -> HolmesError:
@@ -352,14 +379,23 @@ class Interceptor:
         )
 
     def _meta(self, window: Window) -> HolmesError:
-        names = ", ".join(repr(name) for name in self._absent_names) or "of a block"
+        names = ", ".join(repr(name) for name, _ in self._absent) or "of a block"
         return HolmesError(
             seen=f"the step uses a parameter that this stage does not hold, one of {names}",
             where=f"stage {window.stage}, " + ("before" if self._cursor <= window.start else "after")
             + f" block {self._chain[min(self._cursor, len(self._chain) - 1)][0]!r}",
             means="the parameter is read directly, not by calling its module, and Holmes placed it on another stage",
-            do=f'say where it is used: placement={{"{(self._absent_names or ["its.name"])[0]}": "ends" | "all"}}, for each'
-            " module that is read so",
+            do=f'say where it is used: placement={{"its.name": "ends" | "all"}}',
+        )
+
+    def _again(self, name: str) -> HolmesError:
+        return HolmesError(
+            seen=f"the step called {name!r} again after the model's last block",
+            where=f"stage {self._window.stage}" if self._window else None,
+            means="either it calls the model a second time, which cannot be pipelined (a step is one pass: no contrastive"
+            " pairs, DPO, generate()), or the head uses that module, which Holmes placed on another stage",
+            do="call the model once on the concatenated inputs and split its output; or"
+            f' placement={{"{name}": "ends"}} for a module that the head uses; or train with pp=1',
         )
 
     def _not_reached(self, window: Window) -> HolmesError:
@@ -409,5 +445,10 @@ class _Backward:
     def __enter__(self) -> None:
         self._interceptor._in_backward = True
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._interceptor._in_backward = False
+        cause = error  # torch wraps what a recomputed block raises
+        while cause is not None and not isinstance(cause, HolmesError):
+            cause = cause.__cause__
+        if isinstance(cause, HolmesError) and cause is not error:
+            raise cause from None

@@ -12,12 +12,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from holmes_core.errors import HolmesError
 
-__all__ = ["Absent", "Placeholder", "find_placeholder", "make_placeholder", "mark"]
+__all__ = ["Absent", "AbsentParameter", "Placeholder", "find_placeholder", "make_placeholder", "mark", "stand_in"]
 
 # What these return does not depend on the values of their tensor arguments, only on shape, dtype and device.
 _VALUE_FREE = frozenset(
@@ -58,6 +58,9 @@ _READS = frozenset(
 )
 
 
+_METADATA = frozenset({Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point, Tensor.__len__})
+
+
 class Placeholder(Tensor):
     """A tensor whose values mean nothing; results of operations on it are placeholders, too.
 
@@ -72,6 +75,8 @@ class Placeholder(Tensor):
         kwargs = kwargs or {}
         if func in _READS:
             raise _read_error(func, find_placeholder((args, kwargs)))
+        if any(isinstance(leaf, AbsentParameter) for leaf in _leaves((args, kwargs), 5)):
+            return _through_meta(func, args, kwargs)
         written = list(_written(func, args, kwargs))
         try:
             with torch._C.DisableTorchFunctionSubclass():
@@ -86,6 +91,52 @@ class Placeholder(Tensor):
         for target in written:
             _mark_in_place(target, source)
         return mark(out, source)
+
+
+class AbsentParameter(nn.Parameter):
+    """The class of a parameter of another stage (empty, on the meta device) while the user's step runs.
+
+    A step may read a parameter without calling its module (a raw table of positions, a head that uses the
+    embedding's weight). Mixed with real tensors, an empty one gives numbers without any error; here it gives a
+    placeholder, which is found where it matters. ``param.device`` answers for the real device.
+    """
+
+    source: str
+    real_device: torch.device
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.device.__get__:  # type: ignore[attr-defined]
+            return args[0].real_device
+        if getattr(func, "__name__", "") in ("__get__", "__set__") or func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        return _through_meta(func, args, kwargs)
+
+
+def _through_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function on empty arguments, for the shapes of the placeholders that it returns."""
+    leaves = [leaf for leaf in _leaves((args, kwargs), 5) if isinstance(leaf, Tensor)]
+    absent = next(leaf for leaf in leaves if isinstance(leaf, AbsentParameter))
+    source, device = absent.source, absent.real_device
+    with torch._C.DisableTorchFunctionSubclass():
+        written = [target for target in _written(func, args, kwargs) if not target.is_meta]
+        on_meta = tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), (args, kwargs))
+        with torch.no_grad():
+            out = func(*on_meta[0], **on_meta[1])
+    for target in written:
+        _mark_in_place(target, source)
+    return stand_in(out, device, source) if not written or out is None else written[0]
+
+
+def stand_in(value: Any, device: torch.device, source: str) -> Any:
+    """Return ``value`` with every tensor in it replaced by a placeholder of its shape and dtype."""
+
+    def one(tensor: Tensor) -> Tensor:
+        return make_placeholder(tensor.shape, dtype=tensor.dtype, device=device, source=source)
+
+    return tree_map_only(Tensor, one, value)
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The order in which stages compute: torch's own, and right for any number of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+from holmes_core.runtime.schedule import gpipe_order, one_f_one_b_order
+from tests.core.runtime import pipeline_models as models
+from tests.models.pipeline import Workers, actions, assert_same
+
+
+class _FakeStage:
+    """What torch's single-stage schedules ask of a stage; it records."""
+
+    def __init__(self, index: int, num_stages: int) -> None:
+        self.stage_index, self.num_stages = index, num_stages
+        self.is_first, self.is_last = index == 0, index == num_stages - 1
+        self.has_backward = True
+        self.trace: list[tuple[int, str, int]] = []
+
+    def forward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self.trace.append((self.stage_index, "F", index))
+        return torch.zeros(())
+
+    def backward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> None:
+        self.trace.append((self.stage_index, "B", index))
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: []
+
+
+def _executed(cls: Any, stage: int, num_stages: int, microbatches: int) -> list[tuple[int, str, int]]:
+    fake = _FakeStage(stage, num_stages)
+    schedule = cls(fake, microbatches, loss_fn=lambda output, target: output)
+    schedule._initialize_stage = lambda *args, **kwargs: None
+    schedule._maybe_compute_loss = lambda *args, **kwargs: None
+    schedule._maybe_get_loss = lambda *args, **kwargs: None
+    schedule._update_losses = lambda *args, **kwargs: None
+    schedule._step_microbatches([()] * microbatches, [{}] * microbatches, [None] * microbatches, None)
+    return fake.trace
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("extra", [0, 1, 2, 5])
+def test_1f1b_is_torchs(num_stages: int, extra: int) -> None:
+    n = num_stages + extra
+    order = one_f_one_b_order(num_stages, n)
+    for stage in range(num_stages):
+        assert actions(order[stage]) == _executed(Schedule1F1B, stage, num_stages, n)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_gpipe_is_torchs(num_stages: int, n: int) -> None:
+    order = gpipe_order({s: [s] for s in range(num_stages)}, n)
+    for stage in range(num_stages):
+        assert actions(order[stage]) == _executed(ScheduleGPipe, stage, num_stages, n)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[Workers]:
+    workers = Workers(2)
+    yield workers
+    workers.close()
+
+
+ALL = ["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"]
+
+
+@pytest.mark.parametrize("name", ["Gpt", "Checkpointed", "Wrapper"])
+@pytest.mark.parametrize("schedule", ALL)
+def test_stages_execute_the_schedule(two: Workers, schedule: str, name: str) -> None:
+    config = dict(pp=2, schedule=schedule, num_microbatches=8)
+    found = assert_same(two.run(models.run, name, config, "token_loss", 9, (), True))
+    for rank in found:
+        assert rank["trace"] == rank["order"]
+        assert {(stage, i) for stage, kind, i in rank["trace"] if kind == "F"} == {
+            (stage, i) for stage, *_ in rank["trace"] for i in range(8)
+        }
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_fewer_samples_than_the_schedule_wants(two: Workers, schedule: str) -> None:
+    for rows in (1, 2, 3):
+        config = dict(pp=2, schedule=schedule, num_microbatches=8)
+        assert_same(two.run(models.run, "Gpt", config, "token_loss", rows))
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_frozen_first_stages(two: Workers, schedule: str) -> None:
+    frozen = ("tok", "pos", "scale", "blocks.0", "blocks.1", "blocks.2")
+    config = dict(pp=2, schedule=schedule, num_microbatches=4)
+    assert_same(two.run(models.run, "Gpt", config, "token_loss", 5, frozen))
