@@ -112,19 +112,20 @@ def test_switches(name, run_script) -> None:
 
 
 def test_cost(run_script) -> None:
-    """Below 5 ms of CPU time with warm files, in the best of several runs."""
+    """What it imports, exactly: that decides the cost (2 ms on an idle core), and no busy machine changes it."""
     code = """
-        import contextlib, importlib, os, sys, typing, warnings  # torch has them
-        from time import process_time  # CPU time: wall time on a busy box says nothing
-        start = process_time()
+        import contextlib, importlib, os, sys, typing, warnings  # torch has imported them
+        from time import process_time
+        before, start = set(sys.modules), process_time()
         import _holmes_autoload
         _holmes_autoload.activate()
         print("ms", (process_time() - start) * 1e3)
-        print("heavy", sorted(m for m in ("torch", "lightning", "yaml", "numpy", "argparse") if m in sys.modules))
+        print("new", *sorted(set(sys.modules) - before))
     """
-    outputs = [run_script(["-c", textwrap.dedent(code)]).check() for _ in range(5)]
-    assert all("heavy []" in output for output in outputs)
-    assert min(float(output.split()[1]) for output in outputs) < 5.0
+    outputs = [run_script(["-c", textwrap.dedent(code)]).check().splitlines() for _ in range(3)]
+    for output in outputs:
+        assert output[1] == "new _holmes_autoload holmes_core holmes_core.autoload"
+    assert min(float(output[0].split()[1]) for output in outputs) < 50.0  # something is badly wrong above
 
 
 # -- the hook itself, on a host made for the test ---------------------------------------------------------------------
