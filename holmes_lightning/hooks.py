@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +26,22 @@ from holmes_lightning.metrics import connect_metrics, metric_path, release_metri
 from holmes_lightning.refusals import refuse_optimizers, refuse_unsupported
 from holmes_lightning.steps import StepRunner
 
+if TYPE_CHECKING:  # either namespace's class at run time, see strategy.py
+    from lightning.pytorch.strategies.parallel import ParallelStrategy as _Base
+else:
+    _Base = object
+
 __all__ = ["StrategyHooks"]
 
 
-class StrategyHooks:
+class StrategyHooks(_Base):
     """Everything of HolmesStrategy that does not depend on the namespace (mixed in before ParallelStrategy)."""
 
     _namespace: str
-    _engine: Engine | None = None
-    _steps: StepRunner | None = None
-    _failures: FailureLog | None = None
+    # Set in setup_environment and setup; asked for None only where a hook can come earlier.
+    _engine: Engine = None  # type: ignore[assignment]
+    _steps: StepRunner = None  # type: ignore[assignment]
+    _failures: FailureLog = None  # type: ignore[assignment]
     _restore_late: bool | None = None
 
     def _start(self, settings: Mapping[str, Any], weights_only: bool | None) -> None:
@@ -175,9 +181,9 @@ class StrategyHooks:
         self._steps = StepRunner(engine, root, metric_path(root))
 
     def _reset_optimizers_and_schedulers(self) -> None:
-        self._optimizers = []
-        self._lightning_optimizers = []
-        self.lr_scheduler_configs = []
+        self._optimizers: list[Any] = []
+        self._lightning_optimizers: list[Any] = []
+        self.lr_scheduler_configs: list[Any] = []
 
     def _share_found_inf(self, precision: Any) -> None:
         """All ranks skip a half-precision step together: found_inf is the maximum over the job."""
@@ -211,7 +217,7 @@ class StrategyHooks:
         if self._steps is not None:
             with self._named_failures():
                 batch = self._steps.same_batch(batch)
-        return super().batch_to_device(batch, device, dataloader_idx)  # type: ignore[misc]
+        return super().batch_to_device(batch, device, dataloader_idx)
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run forward and backward of the whole pipeline; gradients wait in a stash until `backward`.
@@ -265,7 +271,7 @@ class StrategyHooks:
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         """Step what this rank owns, then share the new values."""
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
         with self._named_failures():
             self._engine.broadcast_parameters()
         return output

@@ -33,6 +33,7 @@ def metric_path(root: nn.Module) -> Callable[[Any], str | None]:
 
 def connect_metrics(engine: Engine) -> None:
     """Make every metric of the user's module reduce over replicas, and fetch its state from the last stage."""
+    metric: Any
     for metric in engine.root.modules():
         if not _is_metric(metric) or "_holmes_compute" in vars(metric):
             continue
@@ -45,6 +46,7 @@ def connect_metrics(engine: Engine) -> None:
 
 def release_metrics(root: nn.Module) -> None:
     """Undo `connect_metrics`."""
+    metric: Any
     for metric in root.modules():
         if _is_metric(metric):
             original = vars(metric).pop("_holmes_compute", None)

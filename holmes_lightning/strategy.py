@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from typing import Any, Optional, Union
+from typing import Any
 
 __all__ = ["make_strategy_class"]
 
@@ -34,29 +34,29 @@ def make_strategy_class(namespace: str) -> type[Any]:
         def __init__(
             self,
             *,
-            config: Optional[str] = None,
-            pp: Optional[int] = None,
-            dp: Optional[int] = None,
-            tp: Optional[int] = None,
-            clusters: Optional[list[dict[str, Any]]] = None,
-            cluster_file: Optional[str] = None,
-            num_microbatches: Optional[int] = None,
-            micro_batch_size: Optional[int] = None,
-            schedule: Optional[str] = None,
-            virtual_stages: Optional[int] = None,
-            layers_per_stage: Optional[Union[list[int], str]] = None,
-            split_points: Optional[list[str]] = None,
-            placement: Optional[dict[str, str]] = None,
-            sharding: Optional[str] = None,
-            loss_weight: Optional[str] = None,
-            check_loss: Optional[bool] = None,
-            dynamic_shapes: Optional[bool] = None,
-            init: Optional[str] = None,
-            rank_order: Optional[list[int]] = None,
-            last_stage_on_rank_zero: Optional[bool] = None,
-            timeout: Optional[float] = None,
-            print_plan: Optional[bool] = None,
-            weights_only: Optional[bool] = None,
+            config: str | None = None,
+            pp: int | None = None,
+            dp: int | None = None,
+            tp: int | None = None,
+            clusters: list[dict[str, Any]] | None = None,
+            cluster_file: str | None = None,
+            num_microbatches: int | None = None,
+            micro_batch_size: int | None = None,
+            schedule: str | None = None,
+            virtual_stages: int | None = None,
+            layers_per_stage: list[int] | str | None = None,
+            split_points: list[str] | None = None,
+            placement: dict[str, str] | None = None,
+            sharding: str | None = None,
+            loss_weight: str | None = None,
+            check_loss: bool | None = None,
+            dynamic_shapes: bool | None = None,
+            init: str | None = None,
+            rank_order: list[int] | None = None,
+            last_stage_on_rank_zero: bool | None = None,
+            timeout: float | None = None,
+            print_plan: bool | None = None,
+            weights_only: bool | None = None,
         ) -> None:
             settings = {
                 key: value

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml  # type: ignore[import-untyped]
+import yaml
 
 from holmes_core.cluster.host import ClusterSpec, Value, expand_ranks
 from holmes_core.errors import ConfigError, did_you_mean
@@ -33,7 +33,7 @@ _STAGES_PER_RANK = {  # schedule -> (smallest, largest, default) number of stage
     "dualpipev": (2, 2, 2),
 }
 _CHOICES = {
-    "sharding": ("optimizer", "none", "full"),
+    "sharding": ("optimizer", "none"),
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
 }
@@ -85,7 +85,7 @@ class HolmesConfig(Value):
     """Where modules outside the list of blocks live: module name -> ``first``, ``last``, ``ends`` or ``all``."""
 
     sharding: str = "optimizer"
-    """What is sharded over dp: ``optimizer`` states, ``full`` (parameters, too) or ``none``."""
+    """What replicas share: the ``optimizer`` step and its states (each parameter has one owner), or ``none``."""
 
     loss_weight: str = "auto"
     """How micro-batch losses add up to the batch's: by ``tokens``, by ``samples``, as a ``sum``, or ``auto``."""
@@ -374,7 +374,8 @@ def _read_yaml(path: str | Path, *, section: str = "", named_by: str = "") -> tu
         do = "correct the path, or make the file readable on every host"
         raise ConfigError(seen=f"cannot read: {error}", where=where, do=do) from None
     try:
-        node, data = yaml.compose(text, Loader=yaml.SafeLoader), yaml.safe_load(text)
+        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
+        data = yaml.safe_load(text)
     except yaml.YAMLError as error:
         do = "correct the yaml; names with brackets or colons need quotes: 'node[1-4]'"
         raise ConfigError(seen=f"not yaml: {error}", where=where, do=do) from None

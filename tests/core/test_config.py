@@ -109,7 +109,7 @@ def test_plain_values_as_parsers_give_them() -> None:
         ("check_loss", "false", "without quotes"),
         ("schedule", "1fb1", r"did you mean '1f1b'\?(?s:.)*looped_bfs"),
         ("schedule", None, "NoneType"),
-        ("sharding", "ful", r"did you mean 'full'\?"),
+        ("sharding", "optimiser", r"did you mean 'optimizer'\?"),
         ("loss_weight", "mean", "auto, tokens, samples, sum"),
         ("init", "cuda", "auto, meta"),
         ("timeout", 0, "a positive number of seconds"),

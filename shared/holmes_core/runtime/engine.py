@@ -124,7 +124,8 @@ class Engine:
         #: Modules outside the blocks whose parameters live on other stages.
         self.lost: list[tuple[str, nn.Module]] = []
         self.stages: list[HolmesStage] = []
-        self.gradients: Gradients | None = None
+        #: Set by `build`.
+        self.gradients: Gradients = None  # type: ignore[assignment]
         self.loss_rule = LossRule(config.loss_weight)
         self._schedules: dict[int, Any] = {}
         self._pass: _Pass | None = None
@@ -377,6 +378,9 @@ class Engine:
         def step() -> Any:
             return run.step(run.batches[index], index)
 
+        def enter() -> None:
+            torch.manual_seed(rng.seed_of(*run.seeds, index, 1 + window.stage))
+
         if self.interceptor is None:
             result = step()
         else:
@@ -385,7 +389,7 @@ class Engine:
                 step,
                 received=received,
                 boundary=boundary,
-                on_enter=lambda: torch.manual_seed(rng.seed_of(*run.seeds, index, 1 + window.stage)) and None,
+                on_enter=enter,
             )
             if not window.is_last:
                 captured = self.interceptor.captured
@@ -405,17 +409,14 @@ class Engine:
     # ---- gradients and parameters ----------------------------------------------------------------------------------
     def reduce_gradients(self) -> None:
         """Sum gradients over replicas, and over stages that hold the same parameter. Once per optimizer step."""
-        assert self.gradients is not None
         self.gradients.reduce()
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient, each parameter counted once; equal on all ranks."""
-        assert self.gradients is not None
         return self.gradients.norm()
 
     def broadcast_parameters(self) -> None:
         """After the optimizer step: hand each parameter's new value to the ranks that did not step it."""
-        assert self.gradients is not None
         self.gradients.broadcast_parameters()
 
     def release(self) -> None:

@@ -99,8 +99,9 @@ def slice_batch(batch: Any, rows: slice, batch_size: int) -> Any:
 def _like_mapping(original: Mapping[Any, Any], cut: dict[Any, Any]) -> Any:
     if type(original) is dict:
         return cut
+    kind: Any = type(original)
     try:
-        return type(original)(cut)  # transformers' BatchEncoding and the like
+        return kind(cut)  # transformers' BatchEncoding and the like
     except TypeError:
         return cut
 

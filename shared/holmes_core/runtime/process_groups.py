@@ -71,7 +71,7 @@ class ProcessGroups:
     def _new(self, ranks: Sequence[int], *, on_device: bool) -> dist.ProcessGroup:
         backend = "nccl" if on_device and self._gpu else "gloo"
         # Sorting would put ranks of a planned order in another place than the grid says, without an error.
-        group = dist.new_group(list(ranks), backend=backend, timeout=self._timeout, sort_ranks=False)
+        group: dist.ProcessGroup = dist.new_group(list(ranks), backend=backend, timeout=self._timeout, sort_ranks=False)
         if self._rank in ranks:
             self._made.append(group)
             if backend == "nccl":  # create the communicator now, in one order on all ranks, not at first use

@@ -67,11 +67,12 @@ class _OurStages:
         return
 
 
-class _FromOrder(_OurStages, PipelineScheduleRuntime):  # type: ignore[misc, valid-type]
+class _FromOrder(_OurStages, PipelineScheduleRuntime):
     def __init__(self, stages: list[HolmesStage], n_microbatches: int, order: dict[int, list[Action]]) -> None:
-        super().__init__(stages, n_microbatches)
-        self.pipeline_order = order
-        self._prepare_schedule_with_comms(order)
+        super().__init__(stages, n_microbatches)  # type: ignore[no-untyped-call]
+        compute: dict[int, list[Action | None]] = {rank: list(actions) for rank, actions in order.items()}
+        self.pipeline_order = compute
+        self._prepare_schedule_with_comms(compute)
 
 
 def _fits(name: str, num_stages: int, pp: int, num_microbatches: int) -> bool:

@@ -65,9 +65,9 @@ def _plan(config: HolmesConfig, root: nn.Module, topology: Topology, device_type
 
 
 def share_random_state() -> int:
-    """Start all ranks from rank 0's random state, so that modules made from now on are equal; returns the run's seed."""
+    """Start all ranks from rank 0's random state, so that modules made from now on are equal; returns the seed."""
     numpy: Any = sys.modules.get("numpy")
-    state = [None, None, None, 0]
+    state: list[Any] = [None, None, None, 0]
     if dist.get_rank() == 0:
         seed = int(os.environ.get("PL_GLOBAL_SEED", torch.initial_seed())) & (2**63 - 1)
         state = [torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, seed]
@@ -138,7 +138,7 @@ def build_engine(
         from holmes_core.runtime.materialize import materialize
 
         materialize(root, local=local, device=torch.device("cpu"), seed=seed)
-    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
+    root._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
     if plan.layout.tp > 1:
         absent = [b for b in chain.blocks if (ps := list(b.parameters())) and all(p.is_meta for p in ps)]
         absent += [module for _, module in engine.lost]

@@ -30,7 +30,10 @@ from holmes_core.runtime.tp_modules import (
 )
 from holmes_core.runtime.tp_rules import Region, Site
 
-__all__ = ["ConfigView", "can_gather", "split_embedding", "split_head", "split_region"]
+__all__ = ["ConfigView", "can_gather", "split_embedding", "split_head", "split_region", "unwrap"]
+
+#: Attribute that keeps the head counts and widths of the whole module while it is split.
+_WHOLE = "_holmes_whole_attributes"
 
 
 class ConfigView:
@@ -113,6 +116,7 @@ def split_region(region: Region, context: TensorParallelContext, *, gathered: bo
     state = RegionState(region.module, context)
     for site in region.sites:
         _set_forward(site.module, _wrapper(site, state))
+    region.module.__dict__[_WHOLE] = dict(region.attributes)
     for name, value in region.attributes.items():
         setattr(region.module, name, value // context.size)
     if region.config:
@@ -148,3 +152,23 @@ def split_head(head: nn.Linear, context: TensorParallelContext) -> None:
     if head.bias is not None:
         _shard_tensor(head, "bias", vocabulary_shard(shard.full_shape[:1]), context)
     _set_forward(head, HeadCall(head, RegionState(head, context), shard.full_shape[0]))
+
+
+def unwrap(root: nn.Module) -> None:
+    """Let every module compute as it did before it was split; its parameters are merged by the caller.
+
+    Args:
+        root: The model, changed in place.
+    """
+    for module in root.modules():
+        while isinstance(wrapper := module.__dict__.get("forward"), Wrapper):
+            inner = wrapper.inner
+            if getattr(inner, "__func__", None) is type(module).forward:
+                del module.__dict__["forward"]
+            else:
+                module.forward = inner
+        for name, value in module.__dict__.pop(_WHOLE, {}).items():
+            setattr(module, name, value)
+        config = module.__dict__.get("config")
+        if isinstance(config, ConfigView):
+            module.__dict__["config"] = config.__dict__["_config"]
