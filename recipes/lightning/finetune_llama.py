@@ -229,7 +229,12 @@ def choose_strategy(args: argparse.Namespace) -> Any:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     # Advice that does not fit runs this short, and deprecations inside the libraries; each process would print them.
-    for noise in ("does not have many workers", "smaller than the logging interval", "LeafSpec"):
+    for noise in (
+        "does not have many workers",
+        "smaller than the logging interval",
+        "LeafSpec",
+        "is_gradient_checkpointing",
+    ):
         warnings.filterwarnings("ignore", message=f".*{noise}")
     transformers_logging.disable_progress_bar()
     L.seed_everything(args.seed, verbose=False)

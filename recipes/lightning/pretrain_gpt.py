@@ -16,6 +16,7 @@ import math
 import os
 import time
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ DEMO = {
     "seq_len": 128,
     "batch_size": 8,
     "max_steps": 120,
+    "max_minutes": 4.0,  # a slow or busy machine stops earlier instead of being late
     "warmup_steps": 20,
     "lr": 1e-3,
     "val_every": 40,
@@ -149,6 +151,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     add("--heads", type=int, help="instead of the size's number")
     add("--dropout", type=float, default=0.0, help="(default: %(default)s)")
     add("--max-steps", type=int, default=1000, help="optimizer steps (default: %(default)s)")
+    add("--max-minutes", type=float, help="stop training after so many minutes (default: no limit)")
     add("--warmup-steps", type=int, default=100, help="(default: %(default)s)")
     add("--lr", type=float, default=6e-4, help="(default: %(default)s)")
     add("--weight-decay", type=float, default=0.1, help="(default: %(default)s)")
@@ -195,7 +198,12 @@ def choose_strategy(args: argparse.Namespace) -> Any:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     # Advice that does not fit runs this short, and deprecations inside the libraries; each process would print them.
-    for noise in ("does not have many workers", "smaller than the logging interval", "LeafSpec"):
+    for noise in (
+        "does not have many workers",
+        "smaller than the logging interval",
+        "LeafSpec",
+        "is_gradient_checkpointing",
+    ):
         warnings.filterwarnings("ignore", message=f".*{noise}")
     transformers_logging.set_verbosity_error()
     L.seed_everything(args.seed, verbose=False)
@@ -218,6 +226,7 @@ def main(argv: list[str] | None = None) -> None:
         num_nodes=args.num_nodes,
         precision=args.precision,
         max_steps=args.max_steps,
+        max_time=None if args.max_minutes is None else timedelta(minutes=args.max_minutes),
         accumulate_grad_batches=args.accumulate,
         gradient_clip_val=args.clip,
         val_check_interval=args.val_every,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import subprocess
@@ -14,22 +15,25 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from holmes_core.convert import main
+
 RECIPES = Path(__file__).parents[2] / "recipes" / "lightning"
 
 
 def run(script: str, *words: str, cwd: Path) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(RECIPES / script), "--accelerator", "cpu", *words]
-    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
-def load(folder: Path) -> None:
+def load(folder: Path, tokenizer: bool = True) -> None:
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
+    if tokenizer:
+        assert AutoTokenizer.from_pretrained(folder).eos_token_id == model.config.eos_token_id
 
 
 @pytest.fixture
@@ -51,7 +55,33 @@ def test_pretrain(tmp_path: Path, texts: Path, tokenizer: str) -> None:
     assert "for 12 steps" in run("pretrain_gpt.py", *resumed, "--strategy", "auto", "--devices", "1", cwd=tmp_path)
 
 
-@pytest.mark.parametrize("lora", [True, pytest.param(False, marks=pytest.mark.slow)])
+def logged(folder: Path, key: str) -> list[float]:
+    with (folder / "logs" / "version_0" / "metrics.csv").open() as file:
+        return [float(row[key]) for row in csv.DictReader(file) if row.get(key)]
+
+
+def test_pretrain_on_two_stages_is_the_same_training(tmp_path: Path, texts: Path) -> None:
+    sizes = "--size tiny --seq-len 32 --batch-size 4 --max-steps 10 --val-every 5 --val-batches 2 --tokenizer bytes"
+    words = [*sizes.split(), "--data", str(texts)]
+    run("pretrain_gpt.py", *words, "--strategy", "auto", "--devices", "1", "--out", "one", cwd=tmp_path)
+    out = run("pretrain_gpt.py", *words, "--devices", "2", "--pp", "2", "--out", "two", cwd=tmp_path)
+    assert "pp 2 x dp 1 x tp 1" in out
+    for key, tolerance in (("train_loss", 1e-4), ("val_loss", 1e-4), ("val_ppl", 1e-3)):
+        one, two = logged(tmp_path / "one", key), logged(tmp_path / "two", key)
+        assert len(one) == len(two) > 0
+        assert two == pytest.approx(one, rel=tolerance)
+    assert main([str(tmp_path / "two" / "checkpoints" / "best.ckpt"), str(tmp_path / "best")]) == 0
+    load(tmp_path / "best", tokenizer=False)
+
+
+def test_finetune_on_two_stages(tmp_path: Path) -> None:
+    words = ["--epochs", "1", "--max-steps", "3", "--devices", "2", "--pp", "2", "--out", "o"]
+    assert "after 3 steps" in run("finetune_llama.py", *words, cwd=tmp_path)
+    load(tmp_path / "o" / "hf")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False])
 def test_finetune(tmp_path: Path, lora: bool) -> None:
     words = ["--max-steps", "4", "--epochs", "1", "--out", "o", *(["--lora"] if lora else [])]
     if lora:
