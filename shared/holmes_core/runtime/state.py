@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole state in and out of a split job: what is saved looks as if one process had trained the model.
+
+Weights and optimizer states are joined on global rank 0, one tensor at a time, and handed out by letting every rank
+read its own parts. A checkpoint therefore knows no layout: any layout, or a single process, goes on from it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holmes_core.errors import HolmesError
+from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.shard import TensorShard
+from holmes_core.runtime.split import slots
+from holmes_core.runtime.state_optimizer import full_optimizer_state, load_optimizer_state
+from holmes_core.runtime.state_transfer import ModelTensors, check_same, collect, describe, few
+
+__all__ = [
+    "full_optimizer_state",
+    "full_state_dict",
+    "load_optimizer_state",
+    "load_state_dict",
+    "model_bytes",
+    "restore_whole",
+]
+
+_EXTRA = "_extra_state"
+
+
+def _local_state(engine: Engine) -> dict[str, Any]:
+    try:
+        return dict(engine.root.state_dict(keep_vars=True))
+    except TypeError:  # the user's own state_dict(self)
+        return dict(engine.root.state_dict())
+
+
+def full_state_dict(engine: Engine, *, everywhere: bool = False) -> dict[str, Any]:
+    """Return the state dict of the whole model, as one process would have it. Collective over all ranks.
+
+    Args:
+        engine: The engine, after `split`.
+        everywhere: Give every rank the whole tensors.
+
+    Returns:
+        The keys of ``engine.root.state_dict()`` in their order. Rank 0: whole tensors, copies on the CPU, tied ones as
+        one tensor. Other ranks: meta tensors of the whole shapes. Values that are no tensors, and what modules return
+        from ``get_extra_state``, are this rank's own.
+
+    Raises:
+        HolmesError: The ranks' models differ in names, or a tensor has no values.
+    """
+    state = _local_state(engine)
+    tensors = ModelTensors(engine)
+    items = [
+        tensors.item(key, value)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not key.endswith(_EXTRA)
+    ]
+    check_same(engine, [item.name for item in items], "tensors")
+    found: list[Tensor] = []
+    for row, (item, (same, dtype, shape, _)) in enumerate(zip(items, describe(engine, items), strict=True)):
+        if same != row:
+            found.append(found[same])
+            continue
+        ranks = engine.plan.grid.ranks[engine.pp_rank_of(item.stage)][0]
+        whole = collect(
+            engine, item.tensor, item.shard, ranks=ranks, shape=shape, dtype=dtype, everywhere=everywhere
+        )
+        found.append(torch.empty(shape, dtype=dtype, device="meta") if whole is None else whole)
+    state.update({item.name: tensor for item, tensor in zip(items, found, strict=True)})
+    return state
+
+
+def load_state_dict(
+    engine: Engine, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load the whole model's state; this rank copies what it holds. Not collective: every rank is given all of it.
+
+    Goes through the module's own ``load_state_dict``, so that hooks and the user's overrides see the keys.
+
+    Args:
+        engine: The engine, after `split` (and tensor parallelism).
+        state: The whole state dict. Its tensors may be memory-mapped: parts that this rank does not hold are not read.
+        strict: Stop at missing and unexpected keys.
+
+    Returns:
+        Missing and unexpected keys.
+
+    Raises:
+        HolmesError: Keys do not fit (only with `strict`), or shapes do not.
+    """
+    tensors = ModelTensors(engine)
+    own = {k: v for k, v in _local_state(engine).items() if isinstance(v, Tensor) and not k.endswith(_EXTRA)}
+    local: dict[str, Any] = {}
+    wrong: list[str] = []
+    for key, value in state.items():
+        target = own.get(key)
+        local[key] = value
+        if target is None or not isinstance(value, Tensor):
+            continue
+        item = tensors.item(key, target)
+        if tuple(value.shape) != item.shape:
+            if not (value.dim() == 1 and value.numel() == 1 and item.shape == ()):  # torch takes [x] for a scalar
+                wrong.append(f"{key}: {tuple(value.shape)} in the state, {item.shape} in the model")
+        elif target.is_meta:
+            local[key] = torch.empty(tuple(target.shape), dtype=target.dtype, device="meta")
+        elif item.shard is not None:
+            local[key] = _take(item.shard, value, engine)
+    missing: list[str] = []
+    unexpected: list[str] = []
+    if not wrong:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message=".*to a meta parameter in the current model.*")
+                result = engine.root.load_state_dict(local, strict=False)
+        except RuntimeError as error:
+            wrong.append(str(error))
+        else:
+            missing = list(getattr(result, "missing_keys", ()))
+            unexpected = list(getattr(result, "unexpected_keys", ()))
+    problems = [("shapes do not fit", wrong)]
+    if strict:
+        problems += [("missing keys", missing), ("unexpected keys", unexpected)]
+    lines = [f"{len(names)} {what}: {few(names)}" for what, names in problems if names]
+    if lines:
+        raise HolmesError(
+            seen="\n".join(lines),
+            where=f"loading a state dict into {type(engine.root).__name__}",
+            do="load a checkpoint of the same model" + ("" if wrong else ", or load with strict=False"),
+        )
+    return missing, unexpected
+
+
+def _take(shard: TensorShard, full: Tensor, engine: Engine) -> Tensor:
+    rank, size = engine.place.tp, engine.plan.layout.tp
+    (start, stop), *more = shard.ranges(rank, size)
+    if not more and stop - start == shard.local_sizes(size)[0]:
+        return full.narrow(shard.dim, start, stop - start)  # a view: nothing of a mapped file is read yet
+    return shard.take(full, rank, size)
+
+
+def restore_whole(engine: Engine) -> bool:
+    """Give every rank the whole model back: what training ended with, on this rank's device. Collective.
+
+    Tensor parallelism changes how modules compute, which nothing undoes yet: with tp > 1 the model stays as it is.
+    `Engine.release` gives intercepted modules their classes back.
+
+    Args:
+        engine: The engine, after training.
+
+    Returns:
+        Whether the model is whole now.
+    """
+    if engine.plan.layout.tp > 1:
+        return False
+    if engine.num_stages == 1:
+        return True
+    tensors = ModelTensors(engine)
+    num_params = len(tensors.parameters)
+    items = [tensors.item(name, param) for name, param in tensors.parameters]
+    items += [tensors.item(name, buffer) for name, _, _, buffer in tensors.buffers]  # those not saved, too
+    check_same(engine, [item.name for item in items], "tensors")
+    made: list[Tensor] = []
+    for row, (item, (same, dtype, shape, lacking)) in enumerate(zip(items, describe(engine, items), strict=True)):
+        if same != row:
+            made.append(made[same])
+            continue
+        if row < num_params and not lacking:
+            made.append(item.tensor)
+            continue
+        ranks = engine.plan.grid.ranks[engine.pp_rank_of(item.stage)][0]
+        whole = collect(engine, item.tensor, None, ranks=ranks, shape=shape, dtype=dtype, everywhere=True)
+        assert whole is not None
+        if row < num_params:
+            made.append(_filled(item.tensor, whole.to(engine.device)))
+        else:
+            made.append(whole.to(engine.device if item.tensor.is_meta else item.tensor.device))
+    for (_, module, key, _), tensor in zip(slots(engine.root), made, strict=False):
+        module._parameters[key] = tensor  # type: ignore[assignment]
+    for (_, module, key, buffer), tensor in zip(tensors.buffers, made[num_params:], strict=True):
+        if buffer.is_meta or buffer.shape != tensor.shape:
+            module._buffers[key] = tensor
+        else:
+            buffer.copy_(tensor)
+    return True
+
+
+def _filled(param: Tensor, values: Tensor) -> Tensor:
+    """Return the parameter with values: itself where it has storage, a new one in the place of one on meta."""
+    if not param.is_meta:
+        return param
+    new = nn.Parameter(values, requires_grad=param.requires_grad)
+    new.__dict__.update(param.__dict__)
+    return new
+
+
+def model_bytes(engine: Engine) -> int:
+    """Return the size of the whole model's weights and saved buffers, tied ones counted once."""
+    tensors = ModelTensors(engine)
+    state = _local_state(engine)
+    unique = {id(value): tensors.item(key, value) for key, value in state.items() if isinstance(value, Tensor)}
+    return sum(math.prod(item.shape) * item.tensor.element_size() for item in unique.values())
