@@ -9,6 +9,7 @@ import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.failure import FailureLog
 from holmes_core.runtime.model_facts import model_config
 from holmes_core.runtime.setup import build_engine, check_degrees, share_random_state
+from holmes_lightning.feed import Feeds, progress_of
 from holmes_lightning.metrics import connect_metrics, metric_path, release_metrics
 from holmes_lightning.refusals import refuse_optimizers, refuse_unsupported
 from holmes_lightning.steps import StepRunner
@@ -139,11 +141,14 @@ class StrategyHooks(_Base):
     def setup(self, trainer: Any) -> None:
         """Split the model, build the engine, then the optimizer."""
         self.accelerator.setup(trainer)
+        self._stop_between_steps(trainer)
         with self._named_failures():
             if self._engine is None or self._whole or self._engine.root is not self.lightning_module:
                 self._build()
             fitting = trainer.state.fn == self._lightning("trainer.states").TrainerFn.FITTING
             if fitting:
+                self._resumed, self._feeds_after = False, None
+                self._feeds.clear()
                 self._reset_optimizers_and_schedulers()
                 self.setup_optimizers(trainer)
                 refuse_optimizers(self.optimizers)
@@ -162,7 +167,7 @@ class StrategyHooks(_Base):
             self._engine.groups.close()
         engine = build_engine(
             root=root,
-            config=self.config,
+            config=self.config if self._engine is None else replace(self.config, print_plan=False),
             device=self.root_device,
             seed=self._seed,
             convert=self.precision_plugin.convert_module,
@@ -170,6 +175,7 @@ class StrategyHooks(_Base):
         self.model = root
         self._engine, self._whole = engine, False
         place = engine.place
+        self._feeds = Feeds(device=self.root_device, dp=self._dp_size, replica=place.dp)
         stages = "+".join(str(s) for s in engine.local_stages)
         self._failures.place = (
             f"stage {stages} of {engine.num_stages}, dp {place.dp}, tp {place.tp}, host {socket.gethostname()}"
@@ -179,6 +185,21 @@ class StrategyHooks(_Base):
         root._device_mesh = None
         connect_metrics(engine)
         self._steps = StepRunner(engine, root, metric_path(root))
+
+    def _stop_between_steps(self, trainer: Any) -> None:
+        """Let SIGTERM set a flag only; all ranks then stop at the end of a step.
+
+        Lightning's handler (trainer/connectors/signal_connector.py) calls a collective from inside the signal handler,
+        where this rank may be in the middle of others: ranks then wait for each other until the time-out.
+        """
+        connector = trainer._signal_connector
+
+        def note(signum: int, _: Any) -> None:
+            if not connector.received_sigterm and self.launcher is not None:
+                self.launcher.kill(signum)
+            connector.received_sigterm = True
+
+        connector._sigterm_notifier_fn = note  # registered after `setup`
 
     def _reset_optimizers_and_schedulers(self) -> None:
         self._optimizers: list[Any] = []
@@ -208,8 +229,21 @@ class StrategyHooks(_Base):
         """Done while the engine is built: parameters of other stages must stay where they are."""
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Nothing to wrap."""
-        return dataloader
+        """Watch training loaders, so that a checkpoint knows their place."""
+        trainer = self.lightning_module.trainer
+        if not trainer.training or self._feeds is None:
+            return dataloader
+        before = trainer.fit_loop._combined_loader
+        if before is not self._feeds_after:  # reload_dataloaders_every_n_epochs
+            self._feeds.clear()
+            self._feeds_after = before
+        with self._named_failures():
+            return self._feeds.add(dataloader, progress_of(trainer.fit_loop) if self._resumed else None)
+
+    def on_train_start(self) -> None:
+        """Go on with the random numbers of the checkpoint."""
+        if self._feeds is not None:
+            self._feeds.restore()
 
     # ---- steps -----------------------------------------------------------------------------------------------------
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -226,6 +260,9 @@ class StrategyHooks(_Base):
         """
         module, trainer = self.lightning_module, self.lightning_module.trainer
         engine = self._engine
+        if self._resumed:
+            self._feeds.started()
+            self._resumed = False
         accumulate = trainer.accumulate_grad_batches
         if trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:  # as in loops/optimization/automatic.py
             for param in engine.gradients.params.values():
@@ -383,6 +420,11 @@ class StrategyHooks(_Base):
             self._fabric("utilities.optimizer")._optimizer_to_device(optimizer, self.root_device)
         ours = checkpoint.get("holmes", {})
         self._engine.batches_seen = int(ours.get("batches_seen", 0))
+        self._engine.seed = int(ours.get("seed", self._engine.seed))
+        self._resumed = True
+        self._feeds.load(ours.get("data", {}))
+        # Lightning's own warning that it would start the epoch over.
+        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a single-file checkpoint."""
@@ -395,12 +437,24 @@ class StrategyHooks(_Base):
         found = model_config(self.lightning_module)
         checkpoint["holmes"] = {
             "batches_seen": self._engine.batches_seen if self._engine is not None else 0,
+            **self._data_state(),
             "model_path": found[0] if found else None,
             "model_config": found[1] if found else None,
         }
         if self.is_global_zero:
             self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
         self.barrier()
+
+    def _data_state(self) -> dict[str, Any]:
+        """What goes on in the middle of an epoch, from the first stage of each replica. Collective."""
+        engine, feeds = self._engine, self._feeds
+        if engine is None or feeds is None:
+            return {}
+        mine = (engine.place.dp, feeds.mine()) if engine.rank == engine.first_rank else None
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        parts = dict(part for part in everyone if part is not None)
+        return {"seed": engine.seed, "data": feeds.state([parts[d] for d in sorted(parts)])}
 
     # ---- end -----------------------------------------------------------------------------------------------------------
     _failed = False
@@ -427,6 +481,8 @@ class StrategyHooks(_Base):
         """Make the module whole again on every rank, unless a rank failed."""
         engine = self._engine
         self._restore_late = None
+        if self._feeds is not None:
+            self._feeds.release()
         if engine is not None:
             release_metrics(engine.root)
             if not self._failed and not self._whole:
