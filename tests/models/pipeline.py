@@ -219,6 +219,9 @@ def compare(job: Job) -> dict[str, Any]:
                 for part, output in zip(parts, outputs, strict=True):
                     right = job.logits(alone, part)
                     found["logits"] = max(found["logits"], float((output - right).abs().max() / right.abs().max()))
+    if job.trace:  # the check of the loss rule runs forwards of its own
+        engine._check_loss(job.step(model), own, engine.cut(own))
+        assert engine.loss_rule.settled
     trace: list[tuple[int, str, int]] | None = [] if job.trace else None
     for stage in engine.stages:
         stage.trace = trace
@@ -265,9 +268,10 @@ def actions(order: list[Any]) -> list[tuple[int, str, int]]:
         if action is None:
             continue
         parts = action.sub_actions or (action,)
-        flat += [
-            (p.stage_index, str(p.computation_type), p.microbatch_index) for p in parts if str(p.computation_type) in "FBIW"
-        ]
+        for part in parts:
+            kind = part.computation_type.value
+            if kind in ("F", "B", "I", "W"):
+                flat.append((part.stage_index, kind, part.microbatch_index))
     return flat
 
 

@@ -46,6 +46,10 @@ def _numel(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
+def _within(path: str, other: str) -> bool:
+    return not other or f"{path}.".startswith(f"{other}.")
+
+
 def _items(container: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in container._modules.items() if module is not None]
 
@@ -81,9 +85,7 @@ def find_chain(root: nn.Module, split_points: Sequence[str] | None = None) -> Ch
         if not inner or _numel(max(best[2], key=_numel)) <= best[0] / 2:
             break
         best = max(inner, key=lambda c: c[0])
-    rest = [
-        c for c in candidates if not (f"{c[1]}.".startswith(f"{best[1]}.") or f"{best[1]}.".startswith(f"{c[1]}."))
-    ]
+    rest = [c for c in candidates if not (_within(c[1], best[1]) or _within(best[1], c[1]))]
     if best[1] and rest:
         second = max(rest, key=lambda c: c[0])
         if second[0] > _SECOND_TOWER * best[0]:

@@ -107,7 +107,7 @@ class AbsentParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return args[0].real_device
         if getattr(func, "__name__", "") in ("__get__", "__set__") or func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():

@@ -269,7 +269,8 @@ class HolmesStage(PipelineStage):
             self._full_backward(bwd_chunk_id, output, grads, inputs)
             return
         with self._recompute():
-            input_grads, groups = stage_backward_input([output], grads, list(inputs), self.body.parameters())
+            output_grads = None if grads is None else list(grads)
+            input_grads, groups = stage_backward_input([output], output_grads, list(inputs), self.body.parameters())
         self._grads_in[bwd_chunk_id] = input_grads[0]
         self._weight_work[bwd_chunk_id] = ("weight", groups, None, None)
 
