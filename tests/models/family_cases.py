@@ -8,7 +8,6 @@ from typing import Any
 from tests.models import zoo
 from tests.models.pipeline import Job, compare
 
-
 #: Gradients may differ by twice this (relative to the largest of their parameter); rounding in float32.
 _TOLERANCE = {"camembert": 2.5e-5, "xlm-roberta": 2.5e-5}
 

@@ -15,12 +15,13 @@ from tests.models.family_cases import family
 from tests.models.pipeline import Workers, assert_same
 
 # One of each kind of forward: the others of the zoo are its siblings.
-FAST = """
+_FAST = """
     llama llama-tied gpt2 gpt_neo opt opt-350m openai-gpt biogpt bert electra roformer bloom mpt falcon falcon-alibi
     gptj codegen gpt_neox phi phi3 qwen2 qwen3 qwen2-sliding mistral gemma gemma2 gemma3_text cohere granite stablelm
     nemotron starcoder2 olmo2 mixtral gpt_oss deepseek_v3 longcat_flash mamba mamba2 rwkv recurrent_gemma qwen3_next
     lfm2 falcon_h1 xlstm xlnet bart whisper deepseek_v4 roc_bert camembert
-""".split()
+"""
+FAST = _FAST.split()
 # Refused, and by which words. Everything else must be exact.
 REFUSED = {
     "mixtral-router-loss": "output_router_logits is True",

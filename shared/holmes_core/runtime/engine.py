@@ -178,11 +178,11 @@ class Engine:
             groups=self.groups,
             shard_optimizer=self.config.sharding != "none",
         )
-        in_block: dict[int, int] = {}
+        in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter
         for index, block in enumerate(self.chain.blocks):
             stage = next(w.stage for w in self.windows if w.start <= index < w.stop)
             for param in block.parameters():
-                in_block[id(param)] = stage
+                in_block.setdefault(id(param), set()).add(stage)
         self.stages = [self._make_stage(self.windows[s], in_block) for s in self.local_stages]
 
     def local_names(self) -> dict[str, bool]:
@@ -194,9 +194,11 @@ class Engine:
         current = {name: param for name, _, _, param in slots(self.root)}
         return {entry.name: current[entry.name] for entry in self.entries if entry.local}
 
-    def _make_stage(self, window: Window, in_block: dict[int, int]) -> HolmesStage:
+    def _make_stage(self, window: Window, in_block: dict[int, set[int]]) -> HolmesStage:
         held = [
-            p for p in self.parameters().values() if p.requires_grad and in_block.get(id(p), window.stage) == window.stage
+            p
+            for p in self.parameters().values()
+            if p.requires_grad and (id(p) not in in_block or window.stage in in_block[id(p)])
         ]
         body = StageBody(self._run, lambda: held)
         before, after = window.stage - 1, window.stage + 1

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from holmes_core.errors import HolmesError
+from holmes_core.runtime import refusals
 from holmes_core.runtime.boundary import Boundary, describe_output
 from holmes_core.runtime.placeholder import AbsentParameter, find_placeholder, make_placeholder, stand_in
 from holmes_core.runtime.side_effects import (
@@ -37,7 +38,7 @@ from holmes_core.runtime.side_effects import (
 __all__ = ["Interceptor", "StageAbort", "Window", "restore_class"]
 
 
-class StageAbort(BaseException):  # noqa: N818 - control flow, not an error
+class StageAbort(BaseException):
     """Leaves the user's step once a stage has done its part.
 
     A BaseException, so that ``except Exception`` in user code cannot swallow it.
@@ -58,7 +59,7 @@ class Window:
 def _swap_class(module: nn.Module, call: Callable[..., Any]) -> None:
     original = type(module)
 
-    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+    def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return call(self, original.__call__, args, kwargs)
 
     namespace = {
@@ -144,7 +145,9 @@ class Interceptor:
             pass
         except (RuntimeError, NotImplementedError) as error:
             if "meta" in str(error) and not isinstance(error, HolmesError):
-                raise self._meta(window) from error
+                raise refusals.empty_parameter(
+                    [name for name, _ in self._absent], self._due(), window.stage
+                ) from error
             raise
         finally:
             self._window = self._received = self._boundary = self._on_enter = self._step = None
@@ -152,7 +155,7 @@ class Interceptor:
                 param.__class__ = nn.Parameter
         reached = self.captured is not None if not window.is_last else self._cursor == len(self._chain)
         if not reached:
-            raise self._not_reached(window)
+            raise refusals.not_reached(self._cursor, len(self._chain), window.stage)
         if window.is_last:
             self._check_real(window, result, "the result of the step")
         elif self._watch:
@@ -191,15 +194,15 @@ class Interceptor:
         name = self._chain[index][0]
         if self._in_backward:
             if index not in self._ran:
-                raise self._recomputed(name)
+                raise refusals.recomputed(name)
             return forward(module, *args, **kwargs)
         window = self._window
         if window is None:
-            raise self._outside(name)
+            raise refusals.outside(name)
         if self.captured is not None:  # user code swallowed the abort and went on
             raise StageAbort
         if index != self._cursor:
-            raise self._out_of_order(index)
+            raise refusals.out_of_order(name, self._due(), window.stage)
         if self._watch:
             self._check_call(name)
         self._cursor += 1
@@ -229,7 +232,7 @@ class Interceptor:
             before = snapshot(args, kwargs, _find_input(args, kwargs)[1])
             output = forward(module, *args, **kwargs)
             if (written := written_since(before)) is not None:
-                raise self._writes(name, written)
+                raise refusals.writes(name, written)
         if index == window.stop - 1 and not window.is_last:
             self._capture(output, name)
         return output
@@ -252,13 +255,7 @@ class Interceptor:
         if self._cursor == 0:
             check_unwrapped(sys._getframe(), self._step)
         if recorded := recorded_outputs():
-            raise HolmesError(
-                seen=f"the model is asked to return {', '.join(recorded)} of every block",
-                where=f"block {name!r}",
-                means="each pipeline stage runs some of the blocks only; the values of the others, and a loss over them"
-                " (load balancing of experts, distillation), would silently be missing",
-                do=f"set output_{recorded[0]}=False in the model's config and call, or train with pp=1",
-            )
+            raise refusals.recorded(recorded, name)
 
     def _check_arguments(self, window: Window, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = [(f"argument {i}", value) for i, value in enumerate(args)]
@@ -266,32 +263,19 @@ class Interceptor:
         bad = [(what, source) for what, value in named if (source := find_placeholder(value)) is not None]
         if not bad:
             return
-        source = bad[0][1]
-        from_block = source in {block for block, _ in self._chain}
-        raise HolmesError(
-            seen=f"{' and '.join(what for what, _ in bad)} of block {name!r} comes from {source!r}, which runs on"
-            " another pipeline stage",
-            where=f"stage {window.stage}, block {name!r}",
-            means="only the hidden state travels between stages; the other arguments of a block must be computable on"
-            " every stage",
-            do="train this model with pp=1: its blocks hand more than one tensor to later ones"
-            if from_block
-            else f'keep the module on every stage: placement={{"{source}": "all"}}; or train with pp=1',
-        )
+        raise refusals.argument([what for what, _ in bad], name, bad[0][1], window.stage, self._is_block(bad[0][1]))
 
     def _check_real(self, window: Window, value: Any, what: str) -> None:
         source = find_placeholder(value)
         if source is not None:
-            from_block = source in {block for block, _ in self._chain}
-            raise HolmesError(
-                seen=f"{what} depends on {source!r}, which runs on another pipeline stage",
-                where=f"stage {window.stage}",
-                means="only the hidden state that blocks hand to one another travels between stages",
-                do="train this model with pp=1: it uses the output of early blocks again later on"
-                if from_block
-                else f'keep the module on every stage that uses it: placement={{"{source}": "ends" | "all"}}; or train'
-                " with pp=1",
-            )
+            raise refusals.depends(what, source, window.stage, self._is_block(source))
+
+    def _is_block(self, name: str) -> bool:
+        return any(name == block for block, _ in self._chain)
+
+    def _due(self) -> str | None:
+        """The block that is to be called next; None after the last."""
+        return self._chain[self._cursor][0] if self._cursor < len(self._chain) else None
 
     # ---- modules outside the chain -----------------------------------------------------------------------------
     def absent(self, name: str, module: nn.Module) -> None:
@@ -308,22 +292,19 @@ class Interceptor:
     ) -> Any:
         window = self._window
         if window is None:
-            raise self._outside(name)
+            raise refusals.outside(name)
         if self._cursor == len(self._chain) and name in self._called:
-            raise self._again(name)
+            raise refusals.again(name, window.stage)
         self._called.add(name)
         if window.is_first or self._cursor >= max(window.start, 1):
-            raise HolmesError(
-                seen=f"module {name!r} was called on stage {window.stage}, which does not hold its parameters",
-                where=f"stage {window.stage}, {'before' if self._cursor == 0 else 'after'} the stage's blocks",
-                means="Holmes placed the module on another stage",
-                do=f'say where it is used: placement={{"{name}": "first" | "last" | "ends" | "all"}}',
-            )
+            raise refusals.not_here(name, window.stage, self._cursor == 0)
         assert self._boundary is not None
-        on_meta = tree_map_only(Tensor, lambda t: torch.empty_like(t, device="meta").as_subclass(Tensor), (args, kwargs))
+        on_meta = tree_map_only(
+            Tensor, lambda t: torch.empty_like(t, device="meta").as_subclass(Tensor), (args, kwargs)
+        )
         params = [p for p in module.parameters() if type(p) is AbsentParameter]
         for param in params:
-            param.__class__ = nn.Parameter
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
         try:  # its parameters are on the meta device: run it there for the shapes
             with torch.no_grad():
                 return stand_in(forward(module, *on_meta[0], **on_meta[1]), self._device, name)
@@ -337,80 +318,10 @@ class Interceptor:
             for param in params:
                 param.__class__ = AbsentParameter
 
-    # ---- errors ------------------------------------------------------------------------------------------------
-    def _outside(self, name: str) -> HolmesError:
-        return HolmesError(
-            seen=f"{name!r} was called outside of training_step, validation_step, test_step and predict_step",
-            means="the model is split over pipeline stages; only inside those steps do all stages run together",
-            do="move the call into one of these steps, run it before fit or on the exported model, or train with pp=1",
-        )
-
-    def _out_of_order(self, index: int) -> HolmesError:
-        assert self._window is not None
-        name = self._chain[index][0]
-        if self._cursor == len(self._chain):
-            seen = f"the step called the model a second time (block {name!r} again)"
-            means = (
-                "a step is one pass through the pipeline; two passes (contrastive losses, DPO, generate()) cannot be"
-                " pipelined"
-            )
-            do = "call the model once on the concatenated inputs and split its output, or train with pp=1"
-        else:
-            seen = f"block {name!r} was called where {self._chain[min(self._cursor, len(self._chain) - 1)][0]!r} was due"
-            means = "Holmes pipelines blocks that are called once each, one after another (no layer drop, no reuse)"
-            do = "set layerdrop to 0, or name the stage borders with split_points=[...], or train with pp=1"
-        return HolmesError(seen=seen, where=f"stage {self._window.stage}", means=means, do=do)
-
-    def _writes(self, name: str, argument: str) -> HolmesError:
-        return HolmesError(
-            seen=f"block {name!r} writes into its {argument}",
-            where=f"block {name!r}",
-            means="later blocks, or the loss, may read there, and on another stage would not find it: only the hidden"
-            " state travels (shared keys and values, collected outputs)",
-            do="train this model with pp=1",
-        )
-
-    def _recomputed(self, name: str) -> HolmesError:
-        return HolmesError(
-            seen=f"the backward pass calls block {name!r}, which this stage does not run",
-            means="one activation checkpoint reaches over the border of two pipeline stages, or the model has a backward"
-            " of its own (reversible layers)",
-            do="checkpoint each block by itself, or move the border with layers_per_stage, or train with pp=1",
-        )
-
-    def _meta(self, window: Window) -> HolmesError:
-        names = ", ".join(repr(name) for name, _ in self._absent) or "of a block"
-        return HolmesError(
-            seen=f"the step uses a parameter that this stage does not hold, one of {names}",
-            where=f"stage {window.stage}, " + ("before" if self._cursor <= window.start else "after")
-            + f" block {self._chain[min(self._cursor, len(self._chain) - 1)][0]!r}",
-            means="the parameter is read directly, not by calling its module, and Holmes placed it on another stage",
-            do=f'say where it is used: placement={{"its.name": "ends" | "all"}}',
-        )
-
-    def _again(self, name: str) -> HolmesError:
-        return HolmesError(
-            seen=f"the step called {name!r} again after the model's last block",
-            where=f"stage {self._window.stage}" if self._window else None,
-            means="either it calls the model a second time, which cannot be pipelined (a step is one pass: no contrastive"
-            " pairs, DPO, generate()), or the head uses that module, which Holmes placed on another stage",
-            do="call the model once on the concatenated inputs and split its output; or"
-            f' placement={{"{name}": "ends"}} for a module that the head uses; or train with pp=1',
-        )
-
-    def _not_reached(self, window: Window) -> HolmesError:
-        at = self._cursor
-        return HolmesError(
-            seen=f"the step ended after {at} of the model's {len(self._chain)} blocks",
-            where=f"stage {window.stage}, which runs blocks {window.start} to {window.stop - 1}",
-            means="every stage waits for the model's forward to pass through its blocks once in each step",
-            do="call the model once, on every path of the step",
-        )
-
-
 def _find_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str | None, Tensor | None]:
     """Where a block's hidden state is among its arguments: the first floating-point tensor."""
-    for key, value in (*enumerate(args), *kwargs.items()):
+    named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in named:
         if isinstance(value, Tensor) and value.is_floating_point():
             return key, value
     return None, None

@@ -107,7 +107,7 @@ class AbsentParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             return args[0].real_device
         if getattr(func, "__name__", "") in ("__get__", "__set__") or func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
@@ -122,7 +122,9 @@ def _through_meta(func: Any, args: Any, kwargs: Any) -> Any:
     source, device = absent.source, absent.real_device
     with torch._C.DisableTorchFunctionSubclass():
         written = [target for target in _written(func, args, kwargs) if not target.is_meta]
-        on_meta = tree_map_only(Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), (args, kwargs))
+        on_meta = tree_map_only(
+            Tensor, lambda t: t if t.is_meta else torch.empty_like(t, device="meta"), (args, kwargs)
+        )
         with torch.no_grad():
             out = func(*on_meta[0], **on_meta[1])
     for target in written:

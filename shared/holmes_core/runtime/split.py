@@ -130,11 +130,12 @@ def decide_stages(
             params = [p for p in module._parameters.values() if p is not None]
             own = sum(p.numel() for p in params)
             frozen = not any(p.requires_grad for p in params)
+            called = path not in around and not isinstance(module, (nn.ParameterList, nn.ParameterDict))
             if isinstance(module, nn.Embedding):
                 stages = everywhere if frozen and own <= _BIG * total else meaning["first"]
             elif id(module) in in_head:
                 stages = meaning["last"]
-            elif own > _BIG * total and path not in around and not isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+            elif called and own > _BIG * total:
                 stages = meaning["last" if seen_chain else "first"]
             else:
                 stages = everywhere

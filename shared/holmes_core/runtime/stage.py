@@ -302,7 +302,7 @@ def _encode(boundary: Boundary) -> Tensor:
     text = json.dumps(boundary.to_json()).encode()
     if len(text) > _HEADER_BYTES:
         raise HolmesError(
-            seen=f"the output of block {boundary.source!r} holds {len(boundary.extras)} values besides the hidden state",
+            seen=f"block {boundary.source!r} returns {len(boundary.extras)} values besides the hidden state",
             means=f"their description does not fit {_HEADER_BYTES} bytes",
             do="return only the hidden state from blocks at stage borders",
         )

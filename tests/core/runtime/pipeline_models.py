@@ -86,6 +86,28 @@ class CheckpointedPairs(Gpt):
         return x
 
 
+class SharedModule(Gpt):
+    """Blocks of different stages share a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[4].up = self.blocks[0].up
+
+
+class HiddenStates(nn.Module):
+    """A transformers model asked for the output of every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from tests.models import zoo
+
+        self.model = zoo.build("llama")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        output = self.model(input_ids=ids, output_hidden_states=True)
+        return output.logits + output.hidden_states[1].mean(-1, keepdim=True)
+
+
 class NoGradBody(Gpt):
     """A frozen feature extractor: right, and without gradient, as in one process."""
 
@@ -256,7 +278,7 @@ class ReadsEmbedding(Gpt):
     """Branches on the values of the embeddings."""
 
     def body(self, x: Tensor) -> Tensor:
-        return super().body(x) * (2.0 if bool((x.mean() > 0)) else 1.0)
+        return super().body(x) * (2.0 if bool(x.mean() > 0) else 1.0)
 
 
 class Reversible(torch.autograd.Function):

@@ -89,5 +89,5 @@ def test_one_module_in_two_places() -> None:
     block = Block()
     model = nn.Module()
     model.blocks = nn.ModuleList([block, Block(), block])
-    with pytest.raises(HolmesError, match="'blocks.0' and 'blocks.2' are the same module"):
+    with pytest.raises(HolmesError, match=r"'blocks\.0' and 'blocks\.2' are the same module"):
         find_chain(model)

@@ -57,6 +57,7 @@ REFUSED = [
     ("CheckpointedPairs", dict(pp=2, layers_per_stage=(3, 2)), "checkpoint reaches over the border"),
     ("Twice", UNEVEN, "a second time"),
     ("LayerDrop", UNEVEN, "layerdrop"),
+    ("HiddenStates", UNEVEN, "asked to return hidden_states of every block"),
     ("Gpt", dict(pp=2, split_points=("nope",)), "name no module"),
 ]
 

@@ -73,7 +73,7 @@ def two() -> Iterator[Workers]:
 ALL = ["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev"]
 
 
-@pytest.mark.parametrize("name", ["Gpt", "Checkpointed", "Wrapper"])
+@pytest.mark.parametrize("name", ["Checkpointed", "Wrapper", "SharedModule"])
 @pytest.mark.parametrize("schedule", ALL)
 def test_stages_execute_the_schedule(two: Workers, schedule: str, name: str) -> None:
     config = dict(pp=2, schedule=schedule, num_microbatches=8)
