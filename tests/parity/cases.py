@@ -124,7 +124,7 @@ def _config(pp: int = 1, dp: int = 1, tp: int = 1, schedule: str = "1f1b", **mor
     return {"pp": pp, "dp": dp, "tp": tp, "schedule": schedule, **more}
 
 
-# ---- the fast diagonal: every value of every dimension at least once ------------------------------------------------
+# ---- the fast diagonal: every value of every dimension at least once -----------------------------------------------
 CHANGING = {"lengths": (9, 13, 4, 9), "rows": (8, 8, 5, 1)}
 
 FAST = (
@@ -305,7 +305,7 @@ FAST = (
     ),
 )
 
-# ---- the wide matrix: every layout with every schedule; features by an orthogonal array -------------------------------
+# ---- the wide matrix: every layout with every schedule; features by an orthogonal array ----------------------------
 # Rows of OA(8, 2^7, strength 2): each pair of features meets in each of its four combinations within eight cases.
 _ARRAY = [(a, b, c, a ^ b, a ^ c, b ^ c, a ^ b ^ c) for a in (0, 1) for b in (0, 1) for c in (0, 1)]
 _LAYOUTS = [(pp, dp, tp) for pp in (1, 2, 4) for dp in (1, 2) for tp in (1, 2) if pp * dp * tp <= 8]
@@ -499,7 +499,7 @@ SLOW = (
     ),
 )
 
-# ---- deliberate mistakes: the comparison must see each of them ---------------------------------------------------------
+# ---- deliberate mistakes: the comparison must see each of them -----------------------------------------------------
 _UNTOUCHED = {"steps": 3}
 
 MISTAKES = (
@@ -597,7 +597,7 @@ MISTAKES = (
     ),
 )
 
-# ---- dropout: no single process draws the same numbers, but each run repeats itself ------------------------------------
+# ---- dropout: no single process draws the same numbers, but each run repeats itself --------------------------------
 REPEATED = (
     Case(
         name="dropout_repeats_pp2",

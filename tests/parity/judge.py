@@ -29,7 +29,7 @@ def _relative(found: float, expected: float) -> float:
 
 def judge(case: Case, ranks: Sequence[dict[str, Any]]) -> Verdict:
     """Compare; `Verdict.problems` is empty where everything agrees."""
-    pp, dp, tp = case.degrees
+    _, dp, tp = case.degrees
     alone = ranks[0]["alone"]
     problems: list[str] = []
     loss = norm = 0.0

@@ -120,14 +120,15 @@ def compare(case: ScriptCase, alone: Path, laid_out: Path) -> dict[str, Any]:
             found["validation"] = max(
                 [found["validation"], *(far([ours[key]], [theirs[key]], key) for key in keys if key in ours)]
             )
-        if dp == 1:
-            found["loss"] = max(found["loss"], far(rank["losses"], expected["losses"], "losses"))
+        found["loss"] = max(found["loss"], far(rank["losses"], expected["losses"], "losses"))
     weights, right = torch.load(f"{laid_out}.pt"), torch.load(f"{alone}.pt")
     if weights.keys() != right.keys():
         problems.append(f"weights of other names: {sorted(weights.keys() ^ right.keys())[:4]}")
     found["weight"] = max(float((weights[key] - right[key]).abs().max()) for key in weights.keys() & right.keys())
     problems += [
-        f"{key} differs by {found[key]:.1e}" for key in ("loss", "norm", "validation", "weight") if not found[key] <= 1e-5
+        f"{key} differs by {found[key]:.1e}"
+        for key in ("loss", "norm", "validation", "weight")
+        if not found[key] <= 1e-5
     ]
     return {"name": case.name, **found, "problems": problems}
 

@@ -32,10 +32,8 @@ _PACKAGES = ("torch", "transformers", "lightning", "torchmetrics")
 
 def run(case: Case, worlds: Worlds) -> dict[str, Any]:
     """Run a case; its row."""
-    from tests.parity.worker import run_case
-
     row: dict[str, Any] = {"name": case.name, "problems": [], "seconds": 0.0}
-    outcome = worlds.run(run_case, case)
+    outcome = worlds.run("worker:run_case", case)
     row["seconds"] = round(outcome.seconds, 1)
     errors = [f"{error[0]}: {error[1].splitlines()[0]}" for error in outcome.errors if error]
     if errors:
@@ -122,10 +120,8 @@ def page(rows: dict[str, dict[str, Any]], command: str) -> str:
         f"Of {len(known)} cases that were run for this page, {equal} are equal within the tolerance.",
         "",
         f"- Written by `{command}` from a run of the code it stands beside; one row per case, nothing by hand.",
-        f"- Python {platform.python_version()}, {versions}; CPU, gloo, {os.cpu_count()} cores,"
-        " one thread per process.",
-        "- `make test` runs the fast set, `make test-all` everything"
-        " (`pytest tests/parity -m 'slow or not slow'`).",
+        f"- Python {platform.python_version()}, {versions}; CPU, gloo, {os.cpu_count()} cores, one thread per process.",
+        "- `make test` runs the fast set, `make test-all` everything (`pytest tests/parity -m 'slow or not slow'`).",
         "",
         "## Tolerances",
         "",

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from tests.models.pipeline import Outcome, Workers
@@ -11,7 +11,14 @@ from tests.parity.cases import Case
 
 __all__ = ["Worlds"]
 
-#: Seconds that a case may take on a busy machine, per rank and twenty steps.
+
+def _call(rank: int, function: str, *args: Any) -> Any:
+    """Call `module:function` of this package; only the processes import torch."""
+    module, _, name = function.partition(":")
+    return getattr(import_module(f"tests.parity.{module}"), name)(rank, *args)
+
+
+#: Seconds that a case may take on a busy machine, per rank.
 _BOUND = 45.0
 
 
@@ -21,14 +28,14 @@ class Worlds:
     def __init__(self) -> None:
         self._workers: Workers | None = None
 
-    def run(self, function: Callable[..., Any], case: Case | None, *args: Any, ranks: int = 0) -> Outcome:
-        """Call `function(rank, case, *args)` in all processes."""
-        world = case.ranks if case is not None else ranks
+    def run(self, function: str, case: Case, *args: Any) -> Outcome:
+        """Call `function(rank, case, *args)`, named as ``module:function``, in as many processes as the case has."""
+        world = case.ranks
         if self._workers is None or self._workers.world != world:
             self.close()
             self._workers = Workers(world)
         self._workers.timeout = 60.0 + _BOUND * world
-        return self._workers.run(function, *([case] if case is not None else []), *args)
+        return self._workers.run(_call, function, case, *args)
 
     def close(self) -> None:
         """End the processes."""

@@ -31,26 +31,20 @@ def _params(*lists: tuple[Case, ...]) -> list[object]:
 
 @pytest.mark.parametrize("case", _params(FAST, SLOW))
 def test_trains_like_one_process(worlds: Worlds, case: Case) -> None:
-    from tests.parity.worker import run_case
-
-    verdict = judge(case, worlds.run(run_case, case).check())
+    verdict = judge(case, worlds.run("worker:run_case", case).check())
     assert not verdict.problems, f"{case.description}: {verdict}"
 
 
 @pytest.mark.parametrize("case", _params(MISTAKES))
 def test_mistake_is_found(worlds: Worlds, case: Case) -> None:
-    from tests.parity.worker import run_case
-
-    right = judge(case, worlds.run(run_case, without_mistake(case)).check())
+    right = judge(case, worlds.run("worker:run_case", without_mistake(case)).check())
     assert not right.problems, "without the mistake nothing may differ"
-    wrong = judge(case, worlds.run(run_case, case).check())
+    wrong = judge(case, worlds.run("worker:run_case", case).check())
     assert any(problem.startswith(case.seen_in) for problem in wrong.problems), wrong
 
 
 @pytest.mark.parametrize("case", _params(REPEATED))
 def test_dropout_repeats_from_its_seed(worlds: Worlds, case: Case) -> None:
-    from tests.parity.worker import run_twice
-
-    for first, second, other in worlds.run(run_twice, case).check():
+    for first, second, other in worlds.run("worker:run_twice", case).check():
         assert first == second
         assert first["norms"] != other["norms"], "another seed draws other numbers"
