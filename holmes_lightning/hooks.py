@@ -456,7 +456,7 @@ class StrategyHooks(_Base):
         parts = dict(part for part in everyone if part is not None)
         return {"seed": engine.seed, "data": feeds.state([parts[d] for d in sorted(parts)])}
 
-    # ---- end -----------------------------------------------------------------------------------------------------------
+    # ---- end --------------------------------------------------------------------------------------------------------
     _failed = False
 
     @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 __all__ = ["make_strategy_class"]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def make_strategy_class(namespace: str) -> type[Any]:
     """Return HolmesStrategy for ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
     from holmes_lightning.hooks import StrategyHooks
