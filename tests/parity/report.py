@@ -178,7 +178,7 @@ def page(rows: dict[str, dict[str, Any]], command: str) -> str:
 def main() -> None:
     """Run, then write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--set", choices=("fast", "all", "none"), default="fast")
+    parser.add_argument("--set", choices=("fast", "slow", "all", "none"), default="fast")
     parser.add_argument("--only", default="*", help="pattern of case names")
     parser.add_argument("--results", type=Path, help="json lines of earlier rows; new ones are added")
     parser.add_argument("--page", type=Path, default=PAGE)
@@ -186,8 +186,9 @@ def main() -> None:
     rows: dict[str, dict[str, Any]] = {}
     if args.results and args.results.exists():
         rows = {row["name"]: row for row in map(json.loads, args.results.read_text().splitlines())}
-    chosen = {"fast": (*FAST, *MISTAKES), "all": (*FAST, *MISTAKES, *SLOW), "none": ()}[args.set]
-    scripts = {"fast": [c for c in SCRIPTS if not c.slow], "all": list(SCRIPTS), "none": []}[args.set]
+    chosen = {"fast": (*FAST, *MISTAKES), "slow": SLOW, "all": (*FAST, *MISTAKES, *SLOW), "none": ()}[args.set]
+    wanted = {"fast": (False,), "slow": (True,), "all": (False, True), "none": ()}[args.set]
+    scripts = [case for case in SCRIPTS if case.slow in wanted]
     worlds = Worlds()
     todo: list[Case | ScriptCase] = [*sorted(chosen, key=lambda case: case.ranks), *scripts]
     for case in todo:

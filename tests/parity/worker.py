@@ -12,6 +12,7 @@ from torch import Tensor
 
 from holmes_core.config import HolmesConfig
 from holmes_core.runtime.schedule import SINGLE_STAGE
+from holmes_core.runtime.schedule import _fits as fits
 from holmes_core.runtime.setup import build_engine
 from holmes_core.runtime.shard import get_shard
 from holmes_core.runtime.torch_compat import get_schedule_class
@@ -179,30 +180,25 @@ class _Recording:
 
 
 def torch_order(schedule: str, engine: Any, num_microbatches: int) -> list[tuple[int, str, int]]:
-    """What torch's schedule of this name executes on this rank; GPipe's order where it cannot run at all."""
+    """What torch's schedule of this name executes on this rank; GPipe's order for too few micro-batches."""
     stages = engine.stages
-    if schedule in SINGLE_STAGE:
-        few = num_microbatches < engine.num_stages
-        cls = get_schedule_class("GPipe" if few else _TORCH_NAMES[schedule])
-        recording = _Recording(stages[0])
-        made_ = cls(recording, num_microbatches, loss_fn=lambda *_: None, scale_grads=False)
-        made_._initialize_stage = made_._maybe_compute_loss = lambda *args, **kwargs: None
-        made_._maybe_get_loss = made_._update_losses = lambda *args, **kwargs: None
-        made_._initialized = True
-        made_._stage_forward_initialized = made_._stage_backward_initialized = True
-        made_._step_microbatches([()] * num_microbatches, [{}] * num_microbatches)
-        return recording.seen
-    try:
-        cls = get_schedule_class(_TORCH_NAMES[schedule])
-        made_ = cls(stages, num_microbatches, loss_fn=lambda *_: None, scale_grads=False)
-    except ValueError:  # too few micro-batches
+    if not fits(schedule, engine.num_stages, engine.plan.layout.pp, num_microbatches):
         local = sorted(stage.stage_index for stage in stages)
         return [(s, "F", i) for s in local for i in range(num_microbatches)] + [
             (s, "B", i) for s in reversed(local) for i in range(num_microbatches)
         ]
+    cls = get_schedule_class(_TORCH_NAMES[schedule])
+    if schedule in SINGLE_STAGE:
+        recording = _Recording(stages[0])
+        theirs = cls(recording, num_microbatches, loss_fn=lambda *_: None, scale_grads=False)
+        for name in ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
+            setattr(theirs, name, lambda *args, **kwargs: None)
+        theirs._step_microbatches([()] * num_microbatches, [{}] * num_microbatches)
+        return recording.seen
+    theirs = cls(stages, num_microbatches, loss_fn=lambda *_: None, scale_grads=False)
     letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
     order = []
-    for action in made_.pipeline_order[engine.place.pp]:
+    for action in theirs.pipeline_order[engine.place.pp]:
         if action is None:
             continue
         for part in action.sub_actions or (action,):
