@@ -89,7 +89,8 @@ class Workers:
         self._end(patience=10.0)
 
     def _start(self) -> None:
-        file = tempfile.mktemp(prefix="holmes-test-store-")
+        self._folder = tempfile.TemporaryDirectory(prefix="holmes-test-")
+        file = os.path.join(self._folder.name, "store")
         for rank in range(self.world):
             ours, theirs = _FORK.Pipe()
             process = _FORK.Process(target=_serve, args=(rank, self.world, file, theirs), daemon=True)
@@ -111,6 +112,8 @@ class Workers:
             process.join()
         for pipe in self._pipes:
             pipe.close()
+        if self._processes:
+            self._folder.cleanup()
         self._processes, self._pipes = [], []
         return ended
 
