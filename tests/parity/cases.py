@@ -183,9 +183,10 @@ FAST = (
     ),
     Case(
         name="pp2_looped_bfs_gpt2",
-        description="four stages on two ranks, breadth first",
+        description="four stages on two ranks, breadth first; rows without padding",
         config=_config(pp=2, schedule="looped_bfs"),
         model="gpt2",
+        padding="none",
     ),
     Case(
         name="pp2_zbv_tied",
@@ -302,6 +303,14 @@ FAST = (
         model="gpt2",
         uneven=True,
         padding="right",
+    ),
+    Case(
+        name="pp2_dp2_tp2_rank_order",
+        description="all three dimensions on eight ranks in an arbitrary order, tied",
+        config=_config(2, 2, 2, rank_order=[6, 1, 4, 7, 0, 5, 2, 3]),
+        tied=True,
+        uneven=True,
+        steps=2,
     ),
 )
 
@@ -426,14 +435,6 @@ SLOW = (
         slow=True,
     ),
     Case(
-        name="pp2_dp2_tp2_rank_order",
-        description="eight ranks in an arbitrary order",
-        config=_config(2, 2, 2, rank_order=[6, 1, 4, 7, 0, 5, 2, 3]),
-        tied=True,
-        uneven=True,
-        slow=True,
-    ),
-    Case(
         name="pp3_dp2_two_clusters",
         description="one stage in one cluster, two in the other",
         config=_config(
@@ -552,6 +553,14 @@ MISTAKES = (
         config=_config(2),
         mistake="labels_one_batch_late",
         seen_in="loss",
+        **_UNTOUCHED,
+    ),
+    Case(
+        name="another_schedule",
+        description="the micro-batches run in another order than the schedule's (the numbers alone do not tell)",
+        config=_config(2),
+        mistake="another_schedule",
+        seen_in="order",
         **_UNTOUCHED,
     ),
     Case(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from holmes_core.runtime import engine as engine_module
 from holmes_core.runtime import tp_collectives
 from holmes_core.runtime.loss import LossRule
 from holmes_core.runtime.stage import Edge
@@ -125,6 +126,16 @@ def _stages_in_wrong_order(engine: Any) -> None:
         stage.forward_out = stage.backward_in = edge(place + 1)
 
 
+def _another_schedule(engine: Any) -> Callable[[], None]:
+    right = engine_module.build_schedule
+    engine_module.build_schedule = lambda name, *args: right("gpipe", *args)
+
+    def undo() -> None:
+        engine_module.build_schedule = right
+
+    return undo
+
+
 _MISTAKES: dict[str, Callable[[Any], Callable[[], None] | None]] = {
     "norm_of_one_stage": _norm_of_one_stage,
     "weighted_by_samples": _weighted_by_samples,
@@ -136,5 +147,6 @@ _MISTAKES: dict[str, Callable[[Any], Callable[[], None] | None]] = {
     "mean_over_replicas": _mean_over_replicas,
     "tokens_counted_on_every_rank": _tokens_counted_on_every_rank,
     "tensor_parallel_gradient_not_summed": _tensor_parallel_gradient_not_summed,
+    "another_schedule": _another_schedule,
     "stages_in_wrong_order": _stages_in_wrong_order,
 }

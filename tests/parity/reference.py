@@ -24,7 +24,7 @@ def build_model(case: Case) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module
     if case.model == "gpt2":
-        special = {"bos_token_id": 0, "eos_token_id": 1, "loss_type": "ForCausalLM", "use_cache": False}
+        special = {"bos_token_id": 0, "eos_token_id": 1, "loss_type": "ForCausalLM"}
         config = GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=32, n_layer=case.blocks, n_head=4, **special)
         config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = case.dropout
         config.tie_word_embeddings = case.tied
