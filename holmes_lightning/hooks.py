@@ -45,6 +45,9 @@ class StrategyHooks(_Base):
     _steps: StepRunner = None  # type: ignore[assignment]
     _failures: FailureLog = None  # type: ignore[assignment]
     _restore_late: bool | None = None
+    _feeds: Feeds | None = None
+    _feeds_after: Any = None
+    _resumed = False
 
     def _start(self, settings: Mapping[str, Any], weights_only: bool | None) -> None:
         self.config = HolmesConfig.load(kwargs=settings, env=os.environ)
