@@ -46,11 +46,11 @@ DEMO = {
     "size": "demo",
     "seq_len": 128,
     "batch_size": 8,
-    "max_steps": 120,
-    "max_minutes": 4.0,  # a slow or busy machine stops earlier instead of being late
-    "warmup_steps": 20,
+    "max_steps": 100,
+    "max_minutes": 3.0,  # a slow or busy machine stops earlier instead of being late
+    "warmup_steps": 15,
     "lr": 1e-3,
-    "val_every": 40,
+    "val_every": 25,
     "val_batches": 4,
     "max_bytes": 2_000_000,
     "accelerator": "cpu",
