@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,22 +21,18 @@ from holmes_core.config import HolmesConfig
 from holmes_core.runtime import state
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.failure import FailureLog
-from holmes_core.runtime.model_facts import model_config
 from holmes_core.runtime.setup import build_engine, check_degrees, share_random_state
+from holmes_lightning.checkpoints import CheckpointHooks
+from holmes_lightning.collectives import CollectiveHooks
 from holmes_lightning.feed import Feeds, progress_of
 from holmes_lightning.metrics import connect_metrics, metric_path, release_metrics
 from holmes_lightning.refusals import refuse_optimizers, refuse_unsupported
 from holmes_lightning.steps import StepRunner
 
-if TYPE_CHECKING:  # either namespace's class at run time, see strategy.py
-    from lightning.pytorch.strategies.parallel import ParallelStrategy as _Base
-else:
-    _Base = object
-
 __all__ = ["StrategyHooks"]
 
 
-class StrategyHooks(_Base):
+class StrategyHooks(CollectiveHooks, CheckpointHooks):
     """Everything of HolmesStrategy that does not depend on the namespace (mixed in before ParallelStrategy)."""
 
     _namespace: str
@@ -44,10 +40,8 @@ class StrategyHooks(_Base):
     _engine: Engine = None  # type: ignore[assignment]
     _steps: StepRunner = None  # type: ignore[assignment]
     _failures: FailureLog = None  # type: ignore[assignment]
-    _restore_late: bool | None = None
-    _feeds: Feeds | None = None
+    _feeds: Feeds = None  # type: ignore[assignment]
     _feeds_after: Any = None
-    _resumed = False
 
     def _start(self, settings: Mapping[str, Any], weights_only: bool | None) -> None:
         self.config = HolmesConfig.load(kwargs=settings, env=os.environ)
@@ -347,117 +341,6 @@ class StrategyHooks(_Base):
 
         with self._named_failures():
             return self._steps.evaluate(step, batch, keep_result=name == "predict_step")
-
-    # ---- collectives -----------------------------------------------------------------------------------------------
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over replicas: along the pipeline and over tensor-parallel ranks values are equal."""
-        if not isinstance(tensor, Tensor) or (group is None and (self._engine is None or self._dp_size == 1)):
-            return tensor
-        sync = self._fabric("utilities.distributed")._sync_ddp_if_available
-        return sync(tensor, group if group is not None else self._engine.groups.dp, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """Gather from all replicas; shape (dp, ...)."""
-        if group is None and (self._engine is None or self._dp_size == 1):
-            return tensor
-        gather = self._fabric("utilities.distributed")._all_gather_ddp_if_available
-        return gather(tensor, group=group if group is not None else self._engine.groups.dp, sync_grads=sync_grads)
-
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Decide together, all ranks of the job."""
-        if not dist.is_initialized():
-            return decision
-        votes = torch.tensor(int(decision))
-        dist.all_reduce(votes)
-        return bool(votes == dist.get_world_size()) if all else bool(votes)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all ranks, at most ``timeout`` seconds."""
-        if dist.is_initialized() and not self._failed:
-            dist.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Hand an object of global rank `src` to all ranks."""
-        if not dist.is_initialized():
-            return obj
-        box = [obj]
-        dist.broadcast_object_list(box, src)
-        return box[0]
-
-    @property
-    def _dp_size(self) -> int:
-        return self._engine.plan.layout.dp
-
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """A model on the meta device can take weights only once its part is real; others load before the split.
-
-        Not always True: Lightning then forgets ``fit(weights_only=)`` (trainer.py, _restore_modules_and_callbacks).
-        """
-        if self._restore_late is None:
-            self._restore_late = any(p.is_meta for p in self.lightning_module.parameters())
-        return self._restore_late
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole weights on rank 0, the same keys on the meta device elsewhere. Collective."""
-        if self._engine is None or self._whole:
-            return self.lightning_module.state_dict()
-        return state.full_state_dict(self._engine)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load whole weights; each rank keeps its part."""
-        if self._engine is None or self._whole:
-            self.lightning_module.load_state_dict(checkpoint["state_dict"], strict=strict)
-        else:
-            state.load_state_dict(self._engine, checkpoint["state_dict"], strict=strict)
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """State as a single process would hold it, on rank 0. Collective."""
-        return state.full_optimizer_state(self._engine, getattr(optimizer, "_optimizer", optimizer))
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the state of what this rank steps."""
-        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            state.load_optimizer_state(self._engine, optimizer, saved)
-            self._fabric("utilities.optimizer")._optimizer_to_device(optimizer, self.root_device)
-        ours = checkpoint.get("holmes", {})
-        self._engine.batches_seen = int(ours.get("batches_seen", 0))
-        self._engine.seed = int(ours.get("seed", self._engine.seed))
-        self._resumed = True
-        self._feeds.load(ours.get("data", {}))
-        # Lightning's own warning that it would start the epoch over.
-        warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a single-file checkpoint."""
-        if weights_only is None:
-            weights_only = self._weights_only
-        return self.checkpoint_io.load_checkpoint(checkpoint_path, weights_only=weights_only)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write one file, which loads under any strategy."""
-        found = model_config(self.lightning_module)
-        checkpoint["holmes"] = {
-            "batches_seen": self._engine.batches_seen if self._engine is not None else 0,
-            **self._data_state(),
-            "model_path": found[0] if found else None,
-            "model_config": found[1] if found else None,
-        }
-        if self.is_global_zero:
-            self.checkpoint_io.save_checkpoint(checkpoint, filepath, storage_options=storage_options)
-        self.barrier()
-
-    def _data_state(self) -> dict[str, Any]:
-        """What goes on in the middle of an epoch, from the first stage of each replica. Collective."""
-        engine, feeds = self._engine, self._feeds
-        if engine is None or feeds is None:
-            return {}
-        mine = (engine.place.dp, feeds.mine()) if engine.rank == engine.first_rank else None
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        parts = dict(part for part in everyone if part is not None)
-        return {"seed": engine.seed, "data": feeds.state([parts[d] for d in sorted(parts)])}
 
     # ---- end --------------------------------------------------------------------------------------------------------
     _failed = False
