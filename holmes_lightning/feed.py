@@ -183,7 +183,8 @@ def _watched_class(kind: type[Any]) -> type[Any]:
         return sampler if feed is None else _Indices(sampler, feed)
 
     body = {"__iter__": iterate, "_index_sampler": property(index_sampler), "_holmes_watches": kind}
-    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **body})  # one base: the layout must not change
+    # One base: the layout must not change.
+    made: Any = type(kind.__name__, (kind,), {"__module__": kind.__module__, **body})
     return made
 
 
