@@ -21,6 +21,7 @@ from holmes_core.config import HolmesConfig
 from holmes_core.runtime import state
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.failure import FailureLog
+from holmes_core.runtime.memory import fits_in_memory
 from holmes_core.runtime.setup import build_engine, check_degrees, share_random_state
 from holmes_lightning.checkpoints import CheckpointHooks
 from holmes_lightning.collectives import CollectiveHooks
@@ -142,6 +143,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         with self._named_failures():
             if self._engine is None or self._whole or self._engine.root is not self.lightning_module:
                 self._build()
+            else:  # too large to be made whole after the last run: still split
+                self._move(self.root_device)
             fitting = trainer.state.fn == self._lightning("trainer.states").TrainerFn.FITTING
             if fitting:
                 self._resumed, self._feeds_after = False, None
@@ -221,6 +224,9 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
 
         scaler._unscale_grads_ = shared
         scaler._holmes_shared = True
+
+    def _move(self, device: torch.device) -> None:
+        self.lightning_module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
     def model_to_device(self) -> None:
         """Done while the engine is built: parameters of other stages must stay where they are."""
@@ -371,15 +377,16 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
             self._feeds.release()
         if engine is not None:
             release_metrics(engine.root)
+            self._move(torch.device("cpu"))
             if not self._failed and not self._whole:
                 with self._named_failures():
-                    self._whole = state.restore_whole(engine)
+                    if self.reduce_boolean_decision(fits_in_memory(state.model_bytes(engine), self.num_processes)):
+                        engine.device = torch.device("cpu")
+                        self._whole = state.restore_whole(engine)
             if self._whole:
                 engine.release()
         self.precision_plugin.__dict__.pop("clip_grad_by_norm", None)
         self._fabric("utilities.optimizer")._optimizers_to_device(self.optimizers, torch.device("cpu"))
-        if self.lightning_module is not None:
-            self.lightning_module._apply(lambda t: t if t.is_meta else t.cpu())
         self.precision_plugin.teardown()
         self.cluster_environment.teardown()
         self.accelerator.teardown()

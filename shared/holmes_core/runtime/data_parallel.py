@@ -147,7 +147,8 @@ class DataParallel:
             for owner in range(self.size):
                 for same in _by_dtype([p for p in self._params if self.owner[p] == owner]):
                     flat = _flatten([p.detach() for p in same])
-                    works.append((dist.broadcast(flat, group=self._group, group_src=owner, async_op=True), flat, same, owner))
+                    work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
+                    works.append((work, flat, same, owner))
             for work, flat, same, owner in works:
                 work.wait()
                 if owner != self.rank:

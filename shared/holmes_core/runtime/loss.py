@@ -163,7 +163,8 @@ class LossRule:
     def _mismatch(self, losses: Sequence[float]) -> HolmesError:
         named = {"shifted_tokens": "tokens", "tokens": "tokens", "samples": "samples", "sum": "sum"}
         fitting = sorted({named[rule] for rule in self._fitting})
-        numbers = ", ".join(f"{loss:.6g}" for loss in losses)
+        numbers = [f"{loss:.6g}" for loss in losses]
+        shown = f" (two micro-batches: {', '.join(numbers[:-1])}; both together: {numbers[-1]})" if numbers else ""
         do = (
             f"set loss_weight: {fitting[0]}"
             if fitting
@@ -172,8 +173,7 @@ class LossRule:
         )
         return HolmesError(
             seen="the loss of a batch is not the weighted mean of its micro-batches' losses under"
-            f" loss_weight: {self._setting}"
-            + (f" (two micro-batches: {numbers.rpartition(', ')[0]}; both together: {losses[-1]:.6g})" if losses else ""),
+            f" loss_weight: {self._setting}{shown}",
             where="the check of the first batches",
             means="split into micro-batches the model would train to another loss than in one process",
             do=do,
