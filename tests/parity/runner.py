@@ -23,22 +23,19 @@ _BOUND = 45.0
 
 
 class Worlds:
-    """One set of processes at a time; a case that fails ends it, and the next one gets a new set."""
+    """A set of processes per number of ranks, started when first needed; a case that fails ends its set."""
 
     def __init__(self) -> None:
-        self._workers: Workers | None = None
+        self._workers: dict[int, Workers] = {}
 
     def run(self, function: str, case: Case, *args: Any) -> Outcome:
         """Call `function(rank, case, *args)`, named as ``module:function``, in as many processes as the case has."""
-        world = case.ranks
-        if self._workers is None or self._workers.world != world:
-            self.close()
-            self._workers = Workers(world)
-        self._workers.timeout = 60.0 + _BOUND * world
-        return self._workers.run(_call, function, case, *args)
+        workers = self._workers.setdefault(case.ranks, Workers(case.ranks))
+        workers.timeout = 60.0 + _BOUND * case.ranks
+        return workers.run(_call, function, case, *args)
 
     def close(self) -> None:
         """End the processes."""
-        if self._workers is not None:
-            self._workers.close()
-            self._workers = None
+        for workers in self._workers.values():
+            workers.close()
+        self._workers.clear()

@@ -6,8 +6,6 @@ And each deliberate mistake is found: a comparison that finds nothing proves not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.parity.cases import FAST, MISTAKES, REPEATED, SLOW, Case, without_mistake
@@ -15,13 +13,6 @@ from tests.parity.judge import judge
 from tests.parity.runner import Worlds
 
 pytestmark = pytest.mark.timeout(900)
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
 
 
 def _params(*lists: tuple[Case, ...]) -> list[object]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,6 @@ from tests.parity.cases import Case
 from tests.parity.runner import Worlds
 
 pytestmark = pytest.mark.timeout(600)
-
-
-@pytest.fixture(scope="module")
-def worlds() -> Iterator[Worlds]:
-    worlds = Worlds()
-    yield worlds
-    worlds.close()
 
 
 def _case(**config: Any) -> Case:
