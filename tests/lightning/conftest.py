@@ -12,5 +12,5 @@ from tests.lightning.farm import Farm
 
 @pytest.fixture(scope="session")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
-    with Farm(tmp_path_factory.mktemp("farm"), "tests.lightning.scenarios") as farm:
+    with Farm(tmp_path_factory.mktemp("farm"), "tests.lightning.scenarios", "holmes_lightning.hooks") as farm:
         yield farm

@@ -11,8 +11,10 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as L
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 from torchmetrics.text import Perplexity
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -54,6 +56,21 @@ class Stream(IterableDataset):
 
     def __iter__(self) -> Any:
         return iter([self.rows[i] for i in range(self.replica, len(self.rows), self.replicas)])
+
+
+class ReplicaBatches:
+    """A batch sampler of the user's own that asks the Trainer for its replica."""
+
+    def __init__(self, n: int, batch_size: int, dp: int) -> None:
+        self.n, self.batch_size, self.dp, self.trainer = n, batch_size, dp, None
+
+    def __iter__(self) -> Any:
+        replica = self.trainer.distributed_sampler_kwargs["rank"]
+        for start in range(0, self.n, self.batch_size):
+            yield list(range(start, start + self.batch_size))[replica :: self.dp]
+
+    def __len__(self) -> int:
+        return self.n // self.batch_size
 
 
 def make_module(host: Any, o: dict[str, Any]) -> Any:
@@ -233,6 +250,8 @@ def fit(ctx: Context, **options: Any) -> dict[str, Any]:
         made["persistent_workers"] = bool(o.get("persistent"))
     if o.get("stream"):
         loader = DataLoader(Stream(train, o["dp"], o.get("replica", {}).get(str(ctx.rank), 0)), **made)
+    elif o.get("replica_rows"):  # rows of the batch split over replicas in order: the batches of one process
+        loader = DataLoader(train, batch_sampler=ReplicaBatches(len(train), o["batch_size"], o["dp"]))
     else:
         loader = DataLoader(train, shuffle=o["shuffle"] and not like, sampler=like or None, **made)
     val_loader = DataLoader(val, batch_size=8 // o["dp"])
@@ -265,8 +284,17 @@ def fit(ctx: Context, **options: Any) -> dict[str, Any]:
             **o["trainer"],
         },
     )  # fmt: skip
+    if o.get("replica_rows"):
+        loader.batch_sampler.trainer = trainer
     model = make_module(host, o)
-    found: dict[str, Any] = {"rank": ctx.rank}
+    found: dict[str, Any] = {"rank": ctx.rank, "folder": o["folder"]}
+    if o.get("clip_by_stage"):
+        from holmes_core.runtime.engine import Engine
+
+        def own(engine: Any) -> torch.Tensor:
+            return torch.stack([p.grad.norm() for p in engine.parameters().values() if p.grad is not None]).norm()
+
+        Engine.gradient_norm = own
     for verb in o.get("before", ()):
         found[f"before_{verb}"] = _evaluate(trainer, verb, model, val_loader)
     start = {} if "weights_only" not in o else {"weights_only": o["weights_only"]}
@@ -293,6 +321,126 @@ def fit(ctx: Context, **options: Any) -> dict[str, Any]:
     return found
 
 
+def load(ctx: Context, **options: Any) -> dict[str, Any]:
+    """Load a checkpoint as scripts do after training."""
+    o = DEFAULTS | options
+    kind = type(make_module(L, o))
+    model = kind.load_from_checkpoint(o["checkpoint"], weights_only=True)
+    return {"weights": {k: v.float() for k, v in model.state_dict().items()}}
+
+
 def _evaluate(trainer: Any, verb: str, model: Any, loader: Any) -> Any:
     result = getattr(trainer, verb)(model, loader)
     return [dict(r) for r in result] if verb in ("validate", "test") else result
+
+
+class Blocks(L.LightningModule):
+    """A small model without transformers, whose steps can go wrong in every way."""
+
+    def __init__(self, how: str = "", ranks: tuple[int, ...] = (), plain: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.ranks = how, ranks
+        self.first = torch.nn.Linear(4, 8)
+        layers = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in range(4)]
+        self.blocks = torch.nn.Sequential(*layers) if plain else torch.nn.ModuleList(layers)
+        if plain:
+            self.blocks = torch.nn.Bilinear(8, 8, 8)
+        self.last = torch.nn.Linear(8, 1)
+        if how == "manual":
+            self.automatic_optimization = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if isinstance(self.blocks, torch.nn.Bilinear):
+            x = self.blocks(x, x)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        return self.last(x)
+
+    def _here(self, batch_idx: int) -> bool:
+        return batch_idx == 1 and torch.distributed.get_rank() in self.ranks
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        if self.how == "raise" and self._here(batch_idx):
+            raise ValueError("the user's own mistake")
+        if self.how == "kill" and self._here(batch_idx):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.how == "none" and batch_idx == 1:
+            return None
+        out = self(x)
+        if self.how == "twice":
+            out = out + self(x + 1)
+        loss = F.mse_loss(out, y)
+        if self.how == "keys" and self._here(batch_idx):
+            self.log("extra", loss)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self(batch[0])
+        if self.how == "twice_in_validation":
+            out = self(batch[0] + 1)
+        self.log("val_loss", F.mse_loss(out, batch[1]))
+
+    def configure_optimizers(self) -> Any:
+        if self.how == "several":
+            return [torch.optim.SGD(self.first.parameters(), 0.1), torch.optim.SGD(self.last.parameters(), 0.1)]
+        if self.how == "lbfgs":
+            return torch.optim.LBFGS(self.parameters())
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class OwnBackward(Blocks):
+    """Overrides what the pipeline never calls."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+class Generates(L.LightningModule):
+    """Generates text in its validation step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2)
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 4, 2, 8
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch: dict, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def validation_step(self, batch: dict, batch_idx: int) -> None:
+        self.model.generate(batch["input_ids"][:, :3], max_new_tokens=2, do_sample=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def bad(ctx: Context, *, how: str, ranks: tuple[int, ...] = (), callback: str = "", devices: int = 0) -> dict[str, Any]:
+    """Train a model that cannot be trained."""
+    L.seed_everything(1, verbose=False)
+    if how == "generate":
+        model: Any = Generates()
+        loader = DataLoader(Rows(8, 1), batch_size=4)
+    else:
+        model = OwnBackward() if how == "backward" else Blocks(how, tuple(ranks), plain=how == "no_blocks")
+        data = torch.utils.data.TensorDataset(torch.randn(32, 4), torch.randn(32, 1))
+        loader = DataLoader(data, batch_size=8)
+    callbacks: list[Any] = []
+    if callback:
+        arguments = {"swa_lrs": 0.1} if callback == "StochasticWeightAveraging" else {}
+        callbacks.append(getattr(L.callbacks, callback)(**arguments))
+    trainer = L.Trainer(
+        strategy="holmes", accelerator="cpu", devices=devices or ctx.world, max_epochs=1, callbacks=callbacks,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    try:
+        trainer.fit(model, loader, loader)
+    finally:
+        print("process group:", torch.distributed.is_initialized(), flush=True)
+        print(f"left at {__import__('time').time():.3f}", flush=True)
+    return {"losses": float(trainer.callback_metrics["train_loss"])}
