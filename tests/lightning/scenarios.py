@@ -419,8 +419,10 @@ class Generates(L.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def bad(ctx: Context, *, how: str, ranks: tuple[int, ...] = (), callback: str = "", devices: int = 0) -> dict[str, Any]:
-    """Train a model that cannot be trained."""
+def bad(
+    ctx: Context, *, how: str, ranks: tuple[int, ...] = (), callback: str = "", devices: int = 0, nodes: int = 1
+) -> dict[str, Any]:
+    """Train a small model, which goes wrong as `how` says ("": it does not)."""
     L.seed_everything(1, verbose=False)
     if how == "generate":
         model: Any = Generates()
@@ -434,7 +436,8 @@ def bad(ctx: Context, *, how: str, ranks: tuple[int, ...] = (), callback: str = 
         arguments = {"swa_lrs": 0.1} if callback == "StochasticWeightAveraging" else {}
         callbacks.append(getattr(L.callbacks, callback)(**arguments))
     trainer = L.Trainer(
-        strategy="holmes", accelerator="cpu", devices=devices or ctx.world, max_epochs=1, callbacks=callbacks,
+        strategy="holmes", accelerator="cpu", devices=devices or ctx.world, num_nodes=nodes,
+        max_epochs=1, callbacks=callbacks,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         num_sanity_val_steps=0,
     )  # fmt: skip
@@ -443,4 +446,5 @@ def bad(ctx: Context, *, how: str, ranks: tuple[int, ...] = (), callback: str = 
     finally:
         print("process group:", torch.distributed.is_initialized(), flush=True)
         print(f"left at {__import__('time').time():.3f}", flush=True)
-    return {"losses": float(trainer.callback_metrics["train_loss"])}
+    print("done on", trainer.global_rank, "of", trainer.world_size, flush=True)
+    return {"loss": float(trainer.callback_metrics["train_loss"]), "rank": trainer.global_rank}
