@@ -284,7 +284,8 @@ def finish(
     )
     text = tokenizer.decode(ids[0], skip_special_tokens=True)
     mean = min(10, max(1, len(losses) // 2))  # single steps are noisy
-    perplexity = float(trainer.callback_metrics.get("val_ppl", math.nan))
+    perplexity = trainer.callback_metrics.get("val_ppl")
+    shown = "not measured: stopped before the first validation" if perplexity is None else f"{float(perplexity):.1f}"
     first, final = sum(losses[:mean]) / mean, sum(losses[-mean:]) / mean
     parameters = sum(p.numel() for p in reloaded.parameters()) / 1e6
     print(
@@ -292,7 +293,7 @@ def finish(
         f"Trained    {parameters:.1f} M parameters for {trainer.global_step} steps in {seconds:.0f} s on "
         f"{trainer.world_size} process(es)\n"
         f"Loss       {first:.3f} -> {final:.3f} (mean of the first and last {mean} steps)\n"
-        f"Validation perplexity {perplexity:.1f} (a guess among all tokens would be {reloaded.config.vocab_size})\n"
+        f"Validation perplexity {shown} (a guess among all tokens would be {reloaded.config.vocab_size})\n"
         f"Checkpoint {checkpoint}\n"
         f"HF model   {hf_dir}   AutoModelForCausalLM.from_pretrained({str(hf_dir)!r})\n"
         f"Your data  python {Path(__file__).name} --data YOUR_TEXT_FILES --size 124m --devices N --config YOUR.yaml"
