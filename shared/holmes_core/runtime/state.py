@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.engine import Engine
-from holmes_core.runtime.shard import TensorShard
+from holmes_core.runtime.shard import SHARD_ATTRIBUTE, TensorShard, get_shard
 from holmes_core.runtime.split import slots
 from holmes_core.runtime.state_optimizer import full_optimizer_state, load_optimizer_state
 from holmes_core.runtime.state_transfer import ModelTensors, check_same, collect, describe, few
+from holmes_core.runtime.tp_split import unwrap
 
 __all__ = [
     "full_optimizer_state",
@@ -125,7 +126,7 @@ def load_state_dict(
         else:
             missing = list(getattr(result, "missing_keys", ()))
             unexpected = list(getattr(result, "unexpected_keys", ()))
-    problems = [("shapes do not fit", wrong)]
+    problems = [("entries do not fit", wrong)]
     if strict:
         problems += [("missing keys", missing), ("unexpected keys", unexpected)]
     lines = [f"{len(names)} {what}: {few(names)}" for what, names in problems if names]
@@ -149,8 +150,8 @@ def _take(shard: TensorShard, full: Tensor, engine: Engine) -> Tensor:
 def restore_whole(engine: Engine) -> bool:
     """Give every rank the whole model back: what training ended with, on this rank's device. Collective.
 
-    Tensor parallelism changes how modules compute, which nothing undoes yet: with tp > 1 the model stays as it is.
-    `Engine.release` gives intercepted modules their classes back.
+    `Engine.release` gives intercepted modules their classes back. The engine cannot train afterwards, but
+    `full_optimizer_state` still joins the optimizers' states.
 
     Args:
         engine: The engine, after training.
@@ -158,9 +159,7 @@ def restore_whole(engine: Engine) -> bool:
     Returns:
         Whether the model is whole now.
     """
-    if engine.plan.layout.tp > 1:
-        return False
-    if engine.num_stages == 1:
+    if engine.num_stages == 1 and engine.plan.layout.tp == 1:
         return True
     tensors = ModelTensors(engine)
     num_params = len(tensors.parameters)
@@ -171,34 +170,40 @@ def restore_whole(engine: Engine) -> bool:
     for row, (item, (same, dtype, shape, lacking)) in enumerate(zip(items, describe(engine, items), strict=True)):
         if same != row:
             made.append(made[same])
-            continue
-        if row < num_params and not lacking:
+        elif row < num_params and not lacking:
             made.append(item.tensor)
-            continue
-        ranks = engine.plan.grid.ranks[engine.pp_rank_of(item.stage)][0]
-        whole = collect(engine, item.tensor, None, ranks=ranks, shape=shape, dtype=dtype, everywhere=True)
-        assert whole is not None
-        if row < num_params:
-            made.append(_filled(item.tensor, whole.to(engine.device)))
         else:
-            made.append(whole.to(engine.device if item.tensor.is_meta else item.tensor.device))
-    for (_, module, key, _), tensor in zip(slots(engine.root), made, strict=False):
+            ranks = engine.plan.grid.ranks[engine.pp_rank_of(item.stage)][0]
+            whole = collect(engine, item.tensor, item.shard, ranks=ranks, shape=shape, dtype=dtype, everywhere=True)
+            assert whole is not None
+            made.append(_refilled(item.tensor, whole, engine.device))
+    for (_, module, key, _), tensor in zip(list(slots(engine.root)), made, strict=False):
         module._parameters[key] = tensor  # type: ignore[assignment]
-    for (_, module, key, buffer), tensor in zip(tensors.buffers, made[num_params:], strict=True):
-        if buffer.is_meta or buffer.shape != tensor.shape:
-            module._buffers[key] = tensor
-        else:
-            buffer.copy_(tensor)
+    for (_, module, key, _), tensor in zip(tensors.buffers, made[num_params:], strict=True):
+        module._buffers[key] = tensor
+    unwrap(engine.root)
     return True
 
 
-def _filled(param: Tensor, values: Tensor) -> Tensor:
-    """Return the parameter with values: itself where it has storage, a new one in the place of one on meta."""
-    if not param.is_meta:
-        return param
-    new = nn.Parameter(values, requires_grad=param.requires_grad)
-    new.__dict__.update(param.__dict__)
-    return new
+@torch.no_grad()
+def _refilled(tensor: Tensor, whole: Tensor, device: torch.device) -> Tensor:
+    """Return a parameter or buffer with the whole values: itself, or a new one in the place of one on meta."""
+    if tensor.is_meta:
+        whole = whole.to(device)
+        if not isinstance(tensor, nn.Parameter):
+            return whole
+        new = nn.Parameter(whole, requires_grad=tensor.requires_grad)
+        new.__dict__.update(tensor.__dict__)
+        new.__dict__.pop(SHARD_ATTRIBUTE, None)
+        return new
+    if get_shard(tensor) is not None:
+        tensor.grad = None
+        delattr(tensor, SHARD_ATTRIBUTE)
+    if tensor.shape == whole.shape:
+        tensor.copy_(whole)
+    else:
+        tensor.data = whole.to(tensor.device)
+    return tensor
 
 
 def model_bytes(engine: Engine) -> int:

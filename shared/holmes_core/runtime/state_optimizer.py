@@ -19,7 +19,7 @@ from holmes_core.errors import HolmesError
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.split import slots
-from holmes_core.runtime.state_transfer import check_same, collect
+from holmes_core.runtime.state_transfer import check_same, collect, shards_of
 
 __all__ = ["full_optimizer_state", "load_optimizer_state"]
 
@@ -50,10 +50,10 @@ def _numbered(optimizer: torch.optim.Optimizer, groups: Sequence[Mapping[str, An
     }
 
 
-def _odd_shape(optimizer: torch.optim.Optimizer, tensor: Tensor, param: Tensor) -> HolmesError:
+def _odd_shape(optimizer: torch.optim.Optimizer, tensor: Tensor, shard: TensorShard) -> HolmesError:
     return HolmesError(
-        seen=f"{type(optimizer).__name__} keeps a state of shape {tuple(tensor.shape)} for a parameter of shape"
-        f" {tuple(param.shape)} (this rank's part) that is split over tensor-parallel ranks",
+        seen=f"{type(optimizer).__name__} keeps a state of shape {tuple(tensor.shape)} for a parameter of whole shape"
+        f" {shard.full_shape} that is split over tensor-parallel ranks",
         means="only states of the parameter's own shape, and single numbers, can be split and joined like it",
         do="use an optimizer whose state has the parameter's shape (SGD, Adam, AdamW, Lion, ...), or tp=1",
     )
@@ -70,16 +70,19 @@ def _answers_for(engine: Engine) -> dict[int, bool]:
     }
 
 
-def _pack(state: Any, param: Tensor) -> tuple[Any, list[Tensor], Tensor | None]:
-    """Take the tensors out of one parameter's state; also the first that cannot be joined over tp ranks."""
-    shard, tensors, odd = get_shard(param), [], []
+def _pack(
+    state: Any, shape: tuple[int, ...], shard: TensorShard | None
+) -> tuple[Any, list[Tensor], Tensor | None]:
+    """Take the tensors out of the state of a parameter of this shape; also the first that cannot be joined."""
+    tensors: list[Tensor] = []
+    odd: list[Tensor] = []
 
     def strip(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if value.numel() == 1 and value.shape != param.shape:
+        if value.numel() == 1 and tuple(value.shape) != shape:
             return _Slot(shape=tuple(value.shape), dtype=value.dtype, value=value.item())
-        if shard is not None and value.shape != param.shape:
+        if shard is not None and tuple(value.shape) != shape:
             odd.append(value)
         tensors.append(value)
         return _Slot(shape=tuple(value.shape) if shard is None else shard.full_shape, dtype=value.dtype)
@@ -129,15 +132,17 @@ def full_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer) -> di
     packed = dict(optimizer.state_dict())
     params = _numbered(optimizer, packed["param_groups"])
     check_same(engine, [f"{index} {type(optimizer).__name__}" for index in params], "optimizer parameters")
-    here = _answers_for(engine)
+    here, shards = _answers_for(engine), shards_of(engine)
     mine: dict[Any, tuple[Any, list[Tensor]]] = {}
     problem: HolmesError | None = None
     for index, param in params.items():
         if here.get(id(param)) and packed["state"].get(index):
-            skeleton, tensors, odd = _pack(packed["state"][index], param)
+            shard = shards.get(id(param))
+            shape = tuple(param.shape) if shard is None else shard.local_shape(engine.plan.layout.tp)
+            skeleton, tensors, odd = _pack(packed["state"][index], shape, shard)
             mine[index] = skeleton, tensors
-            if odd is not None:
-                problem = _odd_shape(optimizer, odd, param)
+            if odd is not None and shard is not None:
+                problem = _odd_shape(optimizer, odd, shard)
     _raise_together(engine, problem)
     grid = engine.plan.grid
     holders = [grid.ranks[place.pp][place.dp] for place in map(grid.coordinates, range(grid.world_size))]
@@ -155,7 +160,7 @@ def full_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer) -> di
         if index in told:
             tensors = mine[index][1] if index in mine else []
             ranks, skeleton = told[index]
-            whole[index] = _unpack(engine, skeleton, ranks, tensors, get_shard(param))
+            whole[index] = _unpack(engine, skeleton, ranks, tensors, shards.get(id(param)))
     outside = {i: state for i, state in packed["state"].items() if i not in params or id(params[i]) not in here}
     return {**packed, "state": {**whole, **outside} if engine.rank == 0 else {}}
 
@@ -205,8 +210,7 @@ def _cutter(engine: Engine, optimizer: torch.optim.Optimizer, param: Tensor | No
         if shard is not None and tuple(value.shape) == shard.full_shape:
             return shard.take(value, engine.place.tp, engine.plan.layout.tp)
         if shard is not None and value.numel() != 1:
-            assert param is not None
-            raise _odd_shape(optimizer, value, param)
+            raise _odd_shape(optimizer, value, shard)
         return value.clone()  # torch takes over what it is given, and the step would write into the caller's state
 
     return cut

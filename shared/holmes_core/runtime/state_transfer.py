@@ -19,8 +19,9 @@ from holmes_core.errors import HolmesError
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.split import slots
+from holmes_core.runtime.tensor_parallel import plan_tensor_parallel
 
-__all__ = ["Item", "ModelTensors", "check_same", "collect", "describe", "few"]
+__all__ = ["Item", "ModelTensors", "check_same", "collect", "describe", "few", "shards_of"]
 
 _MAX_DIMS = 8
 _DTYPES = (
@@ -175,6 +176,16 @@ def _buffers(
         for key, buffer in module._buffers.items():
             if buffer is not None:
                 yield f"{prefix}{key}", module, key, buffer, stage
+
+
+def shards_of(engine: Engine) -> dict[int, TensorShard]:
+    """Return id of each split parameter -> its layout; also after `restore_whole`, when optimizers still hold parts."""
+    named = [(name, param) for name, _, _, param in slots(engine.root)]
+    found = {id(param): shard for _, param in named if (shard := get_shard(param)) is not None}
+    if not found and engine.plan.layout.tp > 1:
+        planned = plan_tensor_parallel(engine.root, engine.chain.blocks, engine.plan.layout.tp)
+        found = {id(param): planned[name] for name, param in named if name in planned}
+    return found
 
 
 def check_same(engine: Engine, words: Sequence[str], what: str) -> None:
