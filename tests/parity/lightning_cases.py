@@ -84,7 +84,8 @@ def words_of(case: ScriptCase, out: Path, *, holmes: bool) -> tuple[list[str], d
     dp = int(case.config.get("dp", 1))
     words = [str(_SCRIPTS / case.script), "--out", str(out), *case.args]
     if not holmes:
-        return [*words, "--strategy", "auto", "--batch-size", str(case.batch_size * dp)], {}
+        order = ["--like-replicas"] if dp > 1 else []  # Lightning shuffles replicas' training rows
+        return [*words, *order, "--strategy", "auto", "--batch-size", str(case.batch_size * dp)], {}
     file = out.with_suffix(".yaml")
     file.write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in {**case.config, "timeout": 120}.items()))
     words += ["--strategy", "holmes", "--devices", str(case.ranks), "--batch-size", str(case.batch_size)]
