@@ -119,7 +119,7 @@ def page(rows: dict[str, dict[str, Any]], command: str) -> str:
         "",
         f"Of {len(known)} cases that were run for this page, {equal} are equal within the tolerance.",
         "",
-        f"- Written by `{command}` from a run of the code it stands beside; one row per case, nothing by hand.",
+        f"- Written by `{command}` (in parts, by `--only` and `--results`); one row per case, nothing by hand.",
         f"- Python {platform.python_version()}, {versions}; CPU, gloo, {os.cpu_count()} cores, one thread per process.",
         "- `make test` runs the fast set, `make test-all` everything (`pytest tests/parity -m 'slow or not slow'`).",
         "",
@@ -201,7 +201,7 @@ def main() -> None:
             with args.results.open("a") as file:
                 file.write(json.dumps(row) + "\n")
     worlds.close()
-    args.page.write_text(page(rows, "python -m tests.parity.report"))
+    args.page.write_text(page(rows, "python -m tests.parity.report --set all"))
 
 
 if __name__ == "__main__":
