@@ -27,7 +27,7 @@ from holmes_lightning.checkpoints import CheckpointHooks
 from holmes_lightning.collectives import CollectiveHooks
 from holmes_lightning.feed import Feeds, progress_of
 from holmes_lightning.metrics import connect_metrics, metric_path, release_metrics
-from holmes_lightning.refusals import refuse_optimizers, refuse_unsupported
+from holmes_lightning.refusals import name_several_optimizers, refuse_optimizers, refuse_unsupported
 from holmes_lightning.steps import StepRunner
 
 __all__ = ["StrategyHooks"]
@@ -117,7 +117,10 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         self._fabric("utilities.distributed")._init_dist_connection(
             self.cluster_environment, "gloo", timeout=timedelta(seconds=self.config.timeout)
         )
+        if self._failures is not None:
+            self._failures.close()
         self._failures = FailureLog(rank=self.global_rank, world_size=world, place=f"host {socket.gethostname()}")
+        self._failures.listen()
         self._seed = share_random_state()
 
     @contextmanager
@@ -150,7 +153,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
                 self._resumed, self._feeds_after = False, None
                 self._feeds.clear()
                 self._reset_optimizers_and_schedulers()
-                self.setup_optimizers(trainer)
+                with name_several_optimizers():
+                    self.setup_optimizers(trainer)
                 refuse_optimizers(self.optimizers)
             self.setup_precision_plugin()
             if fitting:
@@ -391,3 +395,5 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
+        if self._failures is not None and not self._failed:
+            self._failures.close()

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from holmes_core.errors import ConfigError
+from torch import nn
 
-__all__ = ["refuse_optimizers", "refuse_unsupported"]
+from holmes_core.errors import ConfigError, HolmesError
+
+__all__ = ["name_several_optimizers", "refuse_generate", "refuse_optimizers", "refuse_unsupported"]
 
 _COPYING_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging")
 
@@ -65,19 +69,58 @@ def _overrides(module: Any, method: str) -> bool:
     return owner is not None and owner.__module__.split(".")[0] not in ("lightning", "pytorch_lightning")
 
 
+@contextmanager
+def name_several_optimizers() -> Iterator[None]:
+    """Say what to do about several optimizers; Lightning's own error advises manual optimization.
+
+    Raises:
+        ConfigError: configure_optimizers returned several.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if "multiple optimizers" not in str(error):
+            raise
+        raise ConfigError(
+            seen="configure_optimizers returned several optimizers",
+            where="LightningModule.configure_optimizers",
+            means="Lightning steps several optimizers by manual optimization only, which a pipeline cannot run",
+            do="use one optimizer with several parameter groups",
+        ) from None
+
+
+@contextmanager
+def refuse_generate(root: nn.Module) -> Iterator[None]:
+    """Refuse ``generate()`` of a split model by name while a step runs.
+
+    Args:
+        root: The user's module.
+    """
+    models = [m for m in root.modules() if hasattr(type(m), "generate")]
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise HolmesError(
+            seen=f"the step calls generate() of {type(models[0]).__name__}",
+            where="the user's step",
+            means="it calls the model once for each new token; a pipeline runs one forward per step",
+            do="generate after training (the model is whole again when fit returns), or train with pp: 1",
+        )
+
+    for model in models:
+        vars(model)["generate"] = refuse
+    try:
+        yield
+    finally:
+        for model in models:
+            vars(model).pop("generate", None)
+
+
 def refuse_optimizers(optimizers: list[Any]) -> None:
     """Check what configure_optimizers returned.
 
     Raises:
-        ConfigError: Several optimizers, or one that evaluates the loss several times per step.
+        ConfigError: One that evaluates the loss several times per step.
     """
-    if len(optimizers) > 1:
-        raise ConfigError(
-            seen=f"configure_optimizers returned {len(optimizers)} optimizers",
-            where="LightningModule.configure_optimizers",
-            means="Lightning steps several optimizers by manual optimization only, which a pipeline cannot run",
-            do="use one optimizer with several parameter groups",
-        )
     for optimizer in optimizers:
         if type(optimizer).__name__ == "LBFGS":
             raise ConfigError(

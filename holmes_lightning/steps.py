@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.step_record import ListWatch, LogCall, StepRecord, merge_outputs, share
+from holmes_lightning.refusals import refuse_generate
 
 __all__ = ["StepRunner"]
 
@@ -38,11 +40,16 @@ class StepRunner:
         """Train on one batch; returns on every rank what the step would return in one process."""
         record = StepRecord(self._metric_path)
 
-        def run(micro_batch: Any, index: int) -> Any:
-            record.index = index
-            return step(micro_batch)
-
         engine = self._engine
+
+        def run(micro_batch: Any, index: int) -> Any:
+            record.index, record.counts = index, not engine.probing
+            try:
+                return step(micro_batch)
+            finally:
+                if not record.counts:
+                    watch.cut()
+
         with self._recorded(record) as watch:
             result = engine.train(run, batch, accumulate=accumulate, scale=scale)
         told = None
@@ -73,8 +80,16 @@ class StepRunner:
         self._replay(calls, tails, watch, synced=False)
         return results[0] if results else None
 
-    def _recorded(self, record: StepRecord) -> _Recorded:
-        return _Recorded(self._module, record)
+    @contextmanager
+    def _recorded(self, record: StepRecord) -> Iterator[ListWatch]:
+        """Replace ``self.log`` of the module while its step runs."""
+        module = self._module
+        vars(module)["log"] = record.log
+        try:
+            with refuse_generate(module) if self._engine.num_stages > 1 else nullcontext():
+                yield ListWatch(module)
+        finally:
+            del vars(module)["log"]
 
     def _replay(self, calls: list[LogCall], tails: dict[str, list[Any]], watch: ListWatch, *, synced: bool) -> None:
         module, engine = self._module, self._engine
@@ -89,17 +104,3 @@ class StepRunner:
             kwargs["sync_dist"] = not synced and self._control is not None
             kwargs.pop("sync_dist_group", None)
             module.log(call.name, torch.tensor(call.value, device=engine.device), **kwargs)
-
-
-class _Recorded:
-    """Replaces ``self.log`` of a module while its step runs."""
-
-    def __init__(self, module: Any, record: StepRecord) -> None:
-        self._module, self._record = module, record
-
-    def __enter__(self) -> ListWatch:
-        vars(self._module)["log"] = self._record.log
-        return ListWatch(self._module)
-
-    def __exit__(self, *exc: object) -> None:
-        del vars(self._module)["log"]

@@ -368,9 +368,11 @@ class Blocks(L.LightningModule):
             raise ValueError("the user's own mistake")
         if self.how == "kill" and self._here(batch_idx):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.how == "none" and batch_idx == 1:
+        if self.how == "none_before" and batch_idx == 1:
             return None
         out = self(x)
+        if self.how == "none" and batch_idx == 1:
+            return None
         if self.how == "twice":
             out = out + self(x + 1)
         loss = F.mse_loss(out, y)

@@ -69,7 +69,10 @@ def test_impossible_layouts_are_refused_before_any_process_group(farm: Farm, con
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("several", ["configure_optimizers returned 2 optimizers"]),
+        (
+            "several",
+            ["configure_optimizers returned several optimizers", "one optimizer with several parameter groups"],
+        ),
         ("lbfgs", ["optimizer LBFGS"]),
     ],
 )
@@ -80,10 +83,11 @@ def test_optimizers_that_need_the_whole_model_are_refused(farm: Farm, how: str, 
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("twice", ["twice"]),
-        ("twice_in_validation", ["twice"]),
-        ("generate", ["generate"]),
+        ("twice", ["calls the model a second time", "pp=1"]),
+        ("twice_in_validation", ["calls the model a second time"]),
+        ("generate", ["the step calls generate() of LlamaForCausalLM"]),
         ("none", ["the training step returned NoneType as its loss"]),
+        ("none_before", ["the step ended after 0 of the model's 4 blocks"]),
     ],
 )
 def test_steps_that_do_not_fit_a_pipeline(farm: Farm, how: str, words: list[str]) -> None:

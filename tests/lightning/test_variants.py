@@ -66,7 +66,7 @@ def test_adapters_train_save_and_load(farm: Farm, tmp_path: Path, model: str) ->
 def test_dropout_repeats_from_the_seed(farm: Farm) -> None:
     options = SHORT | {"dropout": 0.2, "no_val": True, "model": "gpt2"}
     first, again, other = (
-        farm.run(FIT, world=2, config=PP2, **options, **more).values for more in ({}, {}, {"dropout": 0.0})
+        farm.run(FIT, world=2, config=PP2, **(options | more)).values for more in ({}, {}, {"dropout": 0.0})
     )
     for a, b, c in zip(first, again, other, strict=True):
         assert a["losses"] == b["losses"]

@@ -290,6 +290,11 @@ class Engine:
         self._run_pass(run)
         return [run.outputs[i] for i in range(len(batches))] if self.holds_last else []
 
+    @property
+    def probing(self) -> bool:
+        """Whether the step that runs now is forward only; inside `train`: a probe of the loss rule."""
+        return self._pass is not None and not self._pass.train
+
     def _weights(self, batches: list[Any]) -> list[float]:
         if not self.holds_last:
             return [0.0] * len(batches)

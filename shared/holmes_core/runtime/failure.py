@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -42,6 +43,34 @@ class FailureLog:
     def __init__(self, *, rank: int, world_size: int, place: str, wait: float = 5.0) -> None:
         self._rank, self._world_size, self.place, self._wait = rank, world_size, place, wait
         self._handled = False
+        self._heard = ""
+        self._closed = threading.Event()
+
+    def listen(self, every: float = 1.0) -> None:
+        """Look for another rank's report in the background.
+
+        The host of the store may be the one that fails: what it says must be here before it is gone, and a rank that
+        waits in a collective notices nothing until then.
+        """
+        store = _store()
+        if store is None or self._world_size == 1:
+            return
+        store = store.clone()  # a connection of its own: the main thread may wait in the other for long
+        threading.Thread(target=self._listen, args=(store, every), name="holmes-failures", daemon=True).start()
+
+    def _listen(self, store: Any, every: float) -> None:
+        try:
+            while not self._closed.wait(every):
+                if store.check([_KEY]):
+                    self._heard = store.get(_KEY).decode()
+                    store.add(_READERS, 1)
+                    return
+        except Exception:  # the store is gone
+            return
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._closed.set()
 
     def explain(self, error: BaseException) -> BaseException:
         """Report this rank's own error, or turn the echo of another rank's failure into its name.
@@ -78,15 +107,13 @@ class FailureLog:
         deadline = time.monotonic() + self._wait
         text = ""
         try:
-            while time.monotonic() < deadline and not text:
+            while time.monotonic() < deadline and not (text := self._heard):
                 if store.check([_KEY]):
                     text = store.get(_KEY).decode()
-                else:
-                    time.sleep(0.05)
-            if text:
-                store.add(_READERS, 1)
+                    break
+                time.sleep(0.05)
         except Exception:
-            text = ""
+            text = self._heard
         if text:
             rank, place, cause = text.split("\n", 2)
             if int(rank) != self._rank:

@@ -63,9 +63,13 @@ class StepRecord:
         self._metrics: dict[str, str] = {}
         self._batch_sizes: dict[str, int] = {}
         self.index = 0
+        #: Whether what the step logs now counts; not so while the engine only tries it out.
+        self.counts = True
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Stand in for ``LightningModule.log``."""
+        if not self.counts:
+            return
         for key, extra in zip(("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx"), args, strict=False):
             kwargs[key] = extra
         self._kwargs[name] = kwargs
@@ -160,6 +164,13 @@ class ListWatch:
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self._lengths = {k: len(v) for k, v in vars(owner).items() if type(v) is list and not k.startswith("_")}
+
+    def cut(self) -> None:
+        """Drop what was appended since."""
+        for key, length in self._lengths.items():
+            value = vars(self._owner).get(key)
+            if type(value) is list:
+                del value[length:]
 
     def tails(self) -> dict[str, list[Any]]:
         """Return what was appended since, tensors on the CPU and detached."""
