@@ -110,6 +110,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         refuse_unsupported(module.trainer, module)
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
+        # Lightning's launcher does this in the process that starts the others only.
+        self._fabric("utilities.distributed")._set_num_threads_if_needed(self.num_processes)
         world = self.world_size
         hosts = [socket.gethostname()] * world if self.num_nodes == 1 else None
         check_degrees(self.config, module, world_size=world, hosts=hosts)
