@@ -8,7 +8,7 @@ import json
 import os
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 if os.environ.get("TEST_HOST") == "pytorch_lightning":
     import pytorch_lightning as L
@@ -24,13 +24,12 @@ VOCAB = 96
 class Rows(Dataset):
     """Right-padded rows of random tokens with unequal lengths; labels ignore the padding."""
 
-    def __init__(self, n: int, length: int, seed: int, changing: bool, batch: int) -> None:
+    def __init__(self, n: int, length: int, seed: int) -> None:
         rng = torch.Generator().manual_seed(seed)
         self.rows = []
-        for i in range(n):
-            width = length + (3 * ((i // batch) % 3) if changing else 0)
-            ids = torch.randint(2, VOCAB, (width,), generator=rng)
-            mask = (torch.arange(width) < torch.randint(3, width + 1, (), generator=rng)).long()
+        for _ in range(n):
+            ids = torch.randint(2, VOCAB, (length,), generator=rng)
+            mask = (torch.arange(length) < torch.randint(3, length + 1, (), generator=rng)).long()
             self.rows.append({"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)})
 
     def __len__(self) -> int:
@@ -38,6 +37,13 @@ class Rows(Dataset):
 
     def __getitem__(self, i: int) -> dict:
         return self.rows[i]
+
+
+def cut_to_longest(rows: list) -> dict:
+    """Collate to the longest row of the batch, as most collators do: the length changes from batch to batch."""
+    batch = torch.utils.data.default_collate(rows)
+    longest = int(batch["attention_mask"].sum(1).max())
+    return {key: value[:, :longest] for key, value in batch.items()}
 
 
 class Model(L.LightningModule):
@@ -111,6 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--precision", default="32-true")
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--shuffle", action="store_true")
+    parser.add_argument("--like-replicas", action="store_true", help="the order in which replicas see rows together")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--trainer", default="{}", help="more Trainer arguments, as json")
     parser.add_argument("--resume", default=None)
@@ -121,9 +128,17 @@ def parse() -> argparse.Namespace:
 def main(model_class: type = Model) -> None:
     args = parse()
     L.seed_everything(1, verbose=False)
-    train = Rows(args.rows, args.length, 1, args.changing, args.batch_size)
-    val = Rows(16, args.length, 2, False, 8)
-    loader = DataLoader(train, batch_size=args.batch_size, shuffle=args.shuffle)
+    train = Rows(args.rows, args.length, 1)
+    val = Rows(16, args.length, 2)
+    # Lightning shuffles replicas' training data by a DistributedSampler of its own, seeded with the global seed.
+    sampler = DistributedSampler(train, num_replicas=1, rank=0, seed=1) if args.like_replicas else None
+    loader = DataLoader(
+        train,
+        batch_size=args.batch_size,
+        shuffle=args.shuffle,
+        sampler=sampler,
+        collate_fn=cut_to_longest if args.changing else None,
+    )
     trainer = L.Trainer(
         strategy=args.strategy,
         accelerator="cpu",
