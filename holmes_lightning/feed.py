@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from holmes_core.errors import ConfigError
 
@@ -259,6 +260,13 @@ class Feeds:
             saved = rows[row] if row < len(rows) else {}
             if progress.done:
                 self._check(saved, loader, progress.done)
+            if progress.done and not saved and not isinstance(getattr(loader, "sampler", None), SequentialSampler):
+                warnings.warn(
+                    f"The checkpoint was saved by another strategy after {progress.done} batches of an epoch. As many"
+                    " are skipped now, but how the samples were shuffled is not in the checkpoint: some will be trained on"
+                    " twice, others left out. Resume from the end of an epoch to avoid this.",
+                    stacklevel=2,
+                )
             skip = progress.done
             if row and skip and hasattr(loader, "__len__"):  # shorter loaders beside the first start over
                 skip %= max(1, len(loader))

@@ -100,7 +100,8 @@ def make_module(host: Any, o: dict[str, Any]) -> Any:
                         p.requires_grad_(False)
             if o.get("lora"):
                 peft = importlib.import_module("peft")
-                config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+                names = ["c_attn"] if o.get("model") == "gpt2" else ["q_proj", "v_proj"]
+                config = peft.LoraConfig(r=2, lora_alpha=4, target_modules=names, lora_dropout=0.0)
                 self.model = peft.get_peft_model(self.model, config)
             self.perplexity, self.by_hand = Perplexity(ignore_index=-100), Perplexity(ignore_index=-100)
             self.outputs: list = []

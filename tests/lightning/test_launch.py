@@ -90,14 +90,19 @@ def test_two_torchrun_agents_with_one_and_two_processes(tmp_path: Path) -> None:
         command += [f"--nproc-per-node={count}", "--master-addr=127.0.0.1", "--master-port=29731"]
         command += [str(tmp_path / "train.py"), '{"how": "", "devices": 1, "nodes": 2}']
         log = (tmp_path / f"agent{node}.log").open("w")
-        agents.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=tmp_path))
+        agents.append(
+            subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=tmp_path, start_new_session=True
+            )
+        )
         log.close()
     try:
         codes = [agent.wait(250) for agent in agents]
     finally:
         for agent in agents:
-            agent.kill()
-            agent.wait(10)
+            agent.terminate()  # torchrun ends its workers on this
+        for agent in agents:
+            agent.wait(60)
     output = "".join((tmp_path / f"agent{node}.log").read_text() for node in (0, 1))
     assert codes == [0, 0], output[-5000:]
     assert sorted(re.findall(r"done on (\d) of 3", output)) == ["0", "1", "2"]

@@ -114,6 +114,15 @@ def test_skipped_samples_are_not_loaded() -> None:
     assert loaded == [*batches[2], *batches[3]]
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_checkpoints_of_other_strategies_skip_too(shuffle: bool, recwarn: pytest.WarningsRecorder) -> None:
+    feeds = Feeds(device=CPU, dp=1, replica=0)
+    feeds.load({})
+    loader = feeds.add(DataLoader(list(range(6)), batch_size=2, shuffle=shuffle), Progress(epoch=0, done=2))
+    assert len(list(loader)) == 1
+    assert any("saved by another strategy" in str(w.message) for w in recwarn) == shuffle
+
+
 def test_stateful_loaders_are_left_to_lightning() -> None:
     class Stateful(DataLoader):
         def state_dict(self) -> dict:
