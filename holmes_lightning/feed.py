@@ -263,8 +263,8 @@ class Feeds:
             if progress.done and not saved and not isinstance(getattr(loader, "sampler", None), SequentialSampler):
                 warnings.warn(
                     f"The checkpoint was saved by another strategy after {progress.done} batches of an epoch. As many"
-                    " are skipped now, but how the samples were shuffled is not in the checkpoint: some will be trained"
-                    " on twice, others left out. Resume from the end of an epoch to avoid this.",
+                    " are skipped now, but how the samples were shuffled is not in the checkpoint: some will be"
+                    " trained on twice, others left out. Resume from the end of an epoch to avoid this.",
                     stacklevel=2,
                 )
             skip = progress.done
