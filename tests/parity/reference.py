@@ -78,7 +78,7 @@ def make_optimizer(case: Case, params: list[nn.Parameter]) -> torch.optim.Optimi
     """The optimizer."""
     if case.optimizer == "adamw":
         return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1)
-    return torch.optim.SGD(params, lr=0.02, momentum=0.9, weight_decay=0.01)
+    return torch.optim.SGD(params, lr=case.lr, momentum=0.9, weight_decay=0.01)
 
 
 _KNOWN: dict[Case, dict[str, Any]] = {}
