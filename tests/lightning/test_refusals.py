@@ -31,7 +31,7 @@ def _failed(run: Run, *words: str, ranks: tuple[int, ...] | None = None) -> None
     ("how", "words"),
     [
         ("manual", ["automatic_optimization is False", "return the loss from training_step"]),
-        ("backward", ["OwnBackward.backward is overridden"]),
+        pytest.param("backward", ["OwnBackward.backward is overridden"], marks=pytest.mark.slow),
         ("no_blocks", ["no list of blocks in Blocks"]),
     ],
 )
@@ -41,7 +41,9 @@ def test_refused_before_any_process_group(farm: Farm, how: str, words: list[str]
     assert all("process group: False" in log for log in run.logs)
 
 
-@pytest.mark.parametrize("callback", ["StochasticWeightAveraging", "EMAWeightAveraging"])
+@pytest.mark.parametrize(
+    "callback", [pytest.param("StochasticWeightAveraging", marks=pytest.mark.slow), "EMAWeightAveraging"]
+)
 def test_callbacks_that_copy_the_model_are_refused(farm: Farm, callback: str) -> None:
     run = farm.run(BAD, world=2, config=PP2, how="", callback=callback, timeout=90)
     _failed(run, f"callback {callback}", "average checkpoints after training")
@@ -52,8 +54,10 @@ def test_callbacks_that_copy_the_model_are_refused(farm: Farm, callback: str) ->
     ("config", "words"),
     [
         ({"pp": 3}, ["3", "2 ranks"]),
-        ({"pp": 2, "layers": [1, 3]}, ["layers"]),
-        ({"pp": 2, "layers_per_stage": [1, 1, 2]}, ["layers_per_stage describes 3 stages"]),
+        pytest.param({"pp": 2, "layers": [1, 3]}, ["layers"], marks=pytest.mark.slow),
+        pytest.param(
+            {"pp": 2, "layers_per_stage": [1, 1, 2]}, ["layers_per_stage describes 3 stages"], marks=pytest.mark.slow
+        ),
         ({"pp": 2, "shedule": "1f1b"}, ["shedule", "did you mean 'schedule'"]),
         ({"pp": 2, "layers_per_stage": [1, 2]}, ["layers_per_stage", "4"]),
     ],
@@ -84,10 +88,10 @@ def test_optimizers_that_need_the_whole_model_are_refused(farm: Farm, how: str, 
     ("how", "words"),
     [
         ("twice", ["calls the model a second time", "pp=1"]),
-        ("twice_in_validation", ["calls the model a second time"]),
+        pytest.param("twice_in_validation", ["calls the model a second time"], marks=pytest.mark.slow),
         ("generate", ["the step calls generate() of LlamaForCausalLM"]),
         ("none", ["the training step returned NoneType as its loss"]),
-        ("none_before", ["the step ended after 0 of the model's 4 blocks"]),
+        pytest.param("none_before", ["the step ended after 0 of the model's 4 blocks"], marks=pytest.mark.slow),
     ],
 )
 def test_steps_that_do_not_fit_a_pipeline(farm: Farm, how: str, words: list[str]) -> None:
@@ -118,7 +122,7 @@ def test_other_ranks_name_the_one_that_failed(farm: Farm, world: int, failing: i
         assert run.logs[rank].count("Traceback (most recent call last)") == 1, run.logs[rank][-4000:]
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_others(farm: Farm, killed: int) -> None:
     run = farm.run(BAD, world=2, config=PP2, how="kill", ranks=[killed], timeout=90)
     assert run.codes[killed] == -9

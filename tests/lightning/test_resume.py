@@ -14,7 +14,6 @@ from tests.lightning.farm import Farm
 
 FIT = "tests.lightning.scenarios:fit"
 PP2 = {"pp": 2, "num_microbatches": 2}
-STREAMS = pytest.mark.slow
 SHORT = {"layers": 2, "epochs": 2, "rows": 40, "shuffle": True, "dropout": 0.1, "no_val": True}
 
 

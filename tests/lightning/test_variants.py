@@ -23,7 +23,9 @@ def _both(farm: Farm, world: int = 2, config: Any = PP2, **options: Any) -> tupl
 
 
 # bf16 has 8 bits of mantissa: 2^-8 = 0.4 % per rounding; losses are means over many tokens.
-@pytest.mark.parametrize(("precision", "rel"), [("bf16-true", 4e-3), ("bf16-mixed", 2e-3)])
+@pytest.mark.parametrize(
+    ("precision", "rel"), [pytest.param("bf16-true", 4e-3, marks=pytest.mark.slow), ("bf16-mixed", 2e-3)]
+)
 def test_bf16(farm: Farm, precision: str, rel: float) -> None:
     expected, ranks = _both(farm, precision=precision)
     for found in ranks:
@@ -43,7 +45,9 @@ def test_all_ranks_skip_a_step_with_inf_together(farm: Farm) -> None:
         assert found["rates"] == expected["rates"]
 
 
-@pytest.mark.parametrize("frozen", [["embed", "layers.0."], ["lm_head", "layers.1.", "model.norm"]])
+@pytest.mark.parametrize(
+    "frozen", [["embed", "layers.0."], pytest.param(["lm_head", "layers.1.", "model.norm"], marks=pytest.mark.slow)]
+)
 def test_a_whole_stage_may_be_frozen(farm: Farm, frozen: list[str]) -> None:
     expected, ranks = _both(farm, freeze=frozen)
     for found in ranks:
@@ -74,6 +78,7 @@ def test_dropout_repeats_from_the_seed(farm: Farm) -> None:
         assert_same_weights(a["weights"], b["weights"], atol=0)
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_with_dropout(farm: Farm) -> None:
     """The same numbers with and without: what is recomputed draws the same masks."""
     options = SHORT | {"dropout": 0.2, "no_val": True, "model": "gpt2"}
