@@ -119,7 +119,7 @@ def page(rows: dict[str, dict[str, Any]], command: str) -> str:
         "",
         f"Of {len(known)} cases that were run for this page, {equal} are equal within the tolerance.",
         "",
-        f"- Written by `{command}` (in parts, by `--only` and `--results`); one row per case, nothing by hand.",
+        f"- Written by `{command}`; one row per case, nothing by hand.",
         f"- Python {platform.python_version()}, {versions}; CPU, gloo, {os.cpu_count()} cores, one thread per process.",
         "- `make test` runs the fast set, `make test-all` everything (`pytest tests/parity -m 'slow or not slow'`).",
         "",
