@@ -108,6 +108,8 @@ def compare(case: ScriptCase, alone: Path, laid_out: Path) -> dict[str, Any]:
         return max(abs(x - y) / max(abs(y), 1e-12) for x, y in zip(a, b, strict=True))
 
     found: dict[str, Any] = {"loss": 0.0, "norm": 0.0, "validation": 0.0}
+    if not any("val_ppl" in values for values in expected["validation"]):
+        problems.append("vacuous: nothing was validated")
     for rank in ranks:
         found["norm"] = max(found["norm"], far(rank["norms"], expected["norms"], "norms"))
         for key in ("events", "rates", "global_step", "epoch"):
