@@ -126,14 +126,24 @@ def test_tqdm_progress_bar(farm: Farm) -> None:
 def test_resume_across_layouts(farm: Farm, tmp_path: Path) -> None:
     """pp 2 -> one process -> pp 2 x dp 2, at ends of epochs; losses are those of a run that never stopped."""
     options = {"layers": 2, "rows": 16, "no_val": True, "save_epoch_ends": True, "folder": str(tmp_path)}
-    options["weights_only"] = False
+    options |= {"weights_only": False, "unsafe": True}
     whole = farm.run(FIT, strategy="auto", **options | {"folder": str(tmp_path / "whole")}, epochs=3).values[0]
     first = farm.run(FIT, world=2, config=PP2, **options, epochs=1).values[0]
+    again = farm.run(
+        FIT, world=2, config=PP2, **(options | {"folder": str(tmp_path / "again")}), epochs=2,
+        resume=str(tmp_path / "epoch0.ckpt"),
+    ).values[0]  # fmt: skip
+    assert again["losses"] == pytest.approx(whole["losses"][len(first["losses"]) : 2 * len(first["losses"])], rel=2e-5)
     middle = farm.run(FIT, strategy="auto", **options, epochs=2, resume=str(tmp_path / "epoch0.ckpt")).values[0]
     last = farm.run(
         FIT, world=4, config={"pp": 2, "dp": 2, "num_microbatches": 2}, **options, epochs=3, dp=2,
         trainer={"use_distributed_sampler": False}, replica_rows=True, resume=str(tmp_path / "epoch1.ckpt"),
     ).values  # fmt: skip
+    refused = farm.run(
+        FIT, world=2, config=PP2, **(options | {"weights_only": True}), epochs=2, resume=str(tmp_path / "epoch0.ckpt")
+    )
+    assert 0 not in refused.codes, "this checkpoint must need weights_only=False, else the runs above prove nothing"
+    assert all("Weights only load failed" in log for log in refused.logs)
     losses = first["losses"] + middle["losses"]
     assert losses == pytest.approx(whole["losses"][: len(losses)], rel=2e-5)
     for found in last:
