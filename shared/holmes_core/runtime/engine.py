@@ -260,7 +260,9 @@ class Engine:
                 weighted sum of its micro-batches' losses under any rule (`loss_weight`).
         """
         batches = self.cut(batch)
-        if self.config.check_loss and not self.loss_rule.settled:
+        # One micro-batch of one replica is the whole batch: nothing to weigh.
+        cut = len(batches) > 1 or self.groups.dp_size > 1
+        if cut and self.config.check_loss and not self.loss_rule.settled:
             self._check_loss(step, batch, batches)
         weights = self._weights(batches)
         run = _Pass(
@@ -309,6 +311,9 @@ class Engine:
 
     def _check_loss(self, step: Step, batch: Any, batches: list[Any]) -> None:
         probes, conclusive = self.loss_rule.probes(batch, batches)
+        replicas = self.groups.dp_control if self.groups.dp_size > 1 else None
+        if not self.loss_rule.worth_probing(probes, conclusive, replicas):
+            return
         losses: list[float] = []
         if probes:
             with self.loss_rule.undisturbed(self.root), torch.no_grad():
@@ -319,7 +324,7 @@ class Engine:
             losses,
             conclusive=conclusive,
             holds_last=self.holds_last,
-            replicas=self.groups.dp_control if self.groups.dp_size > 1 else None,
+            replicas=replicas,
             replica=self.groups.replica,
             last_rank=self.last_rank,
         )

@@ -26,6 +26,8 @@ _RULES = ("shifted_tokens", "tokens", "samples", "sum")
 #: Relative difference that rounding explains, by the precision of the loss.
 _TOLERANCE = 2e-5
 _TOLERANCE_HALF = 5e-3
+#: Batches that are looked at for one that settles the rule.
+_MAX_BATCHES = 100
 
 
 def read_loss(output: Any) -> Tensor:
@@ -58,6 +60,8 @@ class LossRule:
         self._rule: str | None = None
         self._fitting = list(_RULES)
         self._half = False
+        self._probed = False
+        self._looked_at = 0
         self.settled = False
 
     def name(self, batches: Sequence[Any]) -> str:
@@ -90,6 +94,27 @@ class LossRule:
         has_tokens = microbatch.count(probes[2:], "tokens").item() != microbatch.count(probes[2:], "samples").item()
         conclusive = not has_tokens or len({round(share, 9) for share in shares.values()}) == len(shares)
         return probes, conclusive
+
+    def worth_probing(self, probes: Sequence[Any], conclusive: bool, replicas: dist.ProcessGroup | None) -> bool:
+        """Whether this batch's probes (three more forwards) can tell anything new; the same answer on all ranks.
+
+        Rows without padding never tell tokens from samples: the first batch is checked, later ones only where they
+        do. After `_MAX_BATCHES` the search ends with what is known.
+
+        Args:
+            probes: What `probes` chose for this rank's batch.
+            conclusive: Whether they would settle the rule.
+            replicas: The data-parallel group on the CPU, or None for one replica.
+        """
+        self._looked_at += 1
+        if self._looked_at > _MAX_BATCHES:
+            self.settled = True
+            return False
+        worth = torch.tensor(int(bool(probes) and (conclusive or not self._probed)))
+        if replicas is not None:
+            dist.all_reduce(worth, op=dist.ReduceOp.MAX, group=replicas)
+        self._probed |= bool(worth)
+        return bool(worth)
 
     @staticmethod
     def _share(probes: Sequence[Any], rule: str) -> float:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holmes_core.errors import HolmesError
-from holmes_core.runtime.loss import read_loss
+from holmes_core.runtime.loss import LossRule, read_loss
 from tests.core.runtime import pipeline_models as models
 from tests.models.pipeline import Workers, assert_same
 
@@ -69,3 +69,20 @@ def test_read_loss(output: Any) -> None:
 def test_no_loss(output: Any) -> None:
     with pytest.raises(HolmesError, match="as its loss"):
         read_loss(output)
+
+
+def test_probing_does_not_go_on_for_ever() -> None:
+    """Rows without padding cannot tell tokens from samples: only the first batch is worth three more forwards."""
+    rule = LossRule("auto")
+    full = {"input_ids": torch.ones(4, 6, dtype=torch.long), "labels": torch.ones(4, 6, dtype=torch.long)}
+    halves = [{key: value[:2] for key, value in full.items()}, {key: value[2:] for key, value in full.items()}]
+    worth = [rule.worth_probing(*rule.probes(full, halves), None) for _ in range(5)]
+    assert worth == [True, False, False, False, False]
+    padded = {**full, "labels": full["labels"].clone()}
+    padded["labels"][0, 2:] = -100
+    halves = [{key: value[:2] for key, value in padded.items()}, {key: value[2:] for key, value in padded.items()}]
+    assert rule.worth_probing(*rule.probes(padded, halves), None)  # this one can: it is checked, however late
+    assert not rule.settled
+    for _ in range(100):
+        rule.worth_probing(*rule.probes(full, [full]), None)
+    assert rule.settled
