@@ -117,6 +117,7 @@ class Inventory(Value):
         ethernet: The interface for traffic between clusters and for rendezvous; empty if none can carry it.
         missing_rails: How many rails should be there and cannot be used (7 of 8: 1).
         warnings: What a person should know, one sentence each.
+        environment: The variables of this process that NCCL, gloo and libfabric read, sorted by name.
     """
 
     host: str
@@ -127,6 +128,7 @@ class Inventory(Value):
     ethernet: str = ""
     missing_rails: int = 0
     warnings: tuple[str, ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
 
     def nic(self, name: str) -> Nic | None:
         """Return the port with a device or interface name (its first usable port), or None."""
