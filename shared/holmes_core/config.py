@@ -14,7 +14,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from holmes_core.cluster.host import ClusterSpec, Value, expand_ranks
+from holmes_core.cluster.host import ClusterSpec, expand_ranks
+from holmes_core.cluster.value import Value
 from holmes_core.errors import ConfigError, did_you_mean
 
 __all__ = ["SCHEDULES", "V_SCHEDULES", "ClusterSpec", "HolmesConfig", "normalize_schedule"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from holmes_core.cluster.host import Value
+from holmes_core.cluster.value import Value
 
 __all__ = ["NIC_KINDS", "RDMA_KINDS", "Accelerator", "Gid", "Inventory", "Nic", "NicKind"]
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holmes_core.cluster.host import Cluster, ClusterSpec, Host, Value
+from holmes_core.cluster.host import Cluster, ClusterSpec, Host
+from holmes_core.cluster.value import Value
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, did_you_mean
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from holmes_core.cluster.host import Value
 from holmes_core.cluster.topology import Topology
+from holmes_core.cluster.value import Value
 from holmes_core.config import V_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.layout import Layout

@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import NoReturn
 
-from holmes_core.cluster.host import Value
 from holmes_core.cluster.topology import Topology
+from holmes_core.cluster.value import Value
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from holmes_core.cluster.host import Value
 from holmes_core.cluster.topology import Topology
+from holmes_core.cluster.value import Value
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.plan.grid import Grid, check_grid, make_grid

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from holmes_core.cluster.host import Value
 from holmes_core.cluster.topology import Topology
+from holmes_core.cluster.value import Value
 
 __all__ = ["Transport", "choose_transport"]
 
