@@ -97,21 +97,22 @@ class Gradients:
     def norm(self) -> Tensor:
         """2-norm of the whole model's gradient, each parameter once. float32 scalar on the CPU, equal on all ranks."""
         total = torch.zeros((), dtype=torch.float64)
-        squares = [
-            torch.linalg.vector_norm(param.grad.detach(), dtype=torch.float32).square()
+        counted = [
+            param.grad.detach()
             for param in self.params.values()
             if param.grad is not None and param not in self._not_counted and self.data_parallel.owns(param)
         ]
-        if squares:
-            total = torch.stack(squares).double().sum().cpu()
+        if counted:
+            norms = torch._foreach_norm(counted, 2, dtype=torch.float32)
+            total = torch.stack(norms).double().square().sum().cpu()
         dist.all_reduce(total, group=self._groups.world)
         return total.sqrt().float()
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiply every gradient of this rank."""
-        for param in self.params.values():
-            if param.grad is not None:
-                param.grad.mul_(factor)
+        grads = [param.grad for param in self.params.values() if param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
     def broadcast_parameters(self) -> None:
         """Hand out parameters that this or another replica stepped."""
