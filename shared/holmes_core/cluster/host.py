@@ -15,6 +15,7 @@ __all__ = ["CLUSTER_KINDS", "Cluster", "ClusterSpec", "Host", "expand_hosts", "e
 
 CLUSTER_KINDS = ("infiniband", "roce", "iwarp", "omnipath", "efa", "slingshot", "ethernet", "unknown")
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host(Value):
     """One machine (one network namespace).
@@ -39,11 +40,19 @@ class Host(Value):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster(Value):
-    """The hosts of one fabric that take part in the job."""
+    """The hosts of one fabric that take part in the job.
+
+    Args:
+        name: Unique in the job.
+        kind: The network that joins the hosts, one of CLUSTER_KINDS.
+        hosts: Its hosts.
+        reason: Why they are one cluster; empty where the user has said so.
+    """
 
     name: str
     kind: str
     hosts: tuple[Host, ...]
+    reason: str = ""
 
     def __post_init__(self) -> None:
         """Check the kind."""
@@ -64,12 +73,14 @@ class ClusterSpec(Value):
         kind: Network that joins the hosts, one of CLUSTER_KINDS.
         hosts: Host names, as the hosts call themselves.
         ranks: Global ranks, instead of hosts.
+        reason: Why these hosts are one cluster, where that was found out; empty for what a user declares.
     """
 
     name: str = ""
     kind: str = "unknown"
     hosts: tuple[str, ...] = ()
     ranks: tuple[int, ...] = ()
+    reason: str = ""
 
     @classmethod
     def parse(cls, data: object, *, where: str) -> ClusterSpec:

@@ -138,4 +138,6 @@ class Inventory(Value):
     @property
     def rail_nics(self) -> tuple[Nic, ...]:
         """The usable ports of the rails, in rail order."""
-        return tuple(nic for device in self.rails for nic in self.nics if nic.device == device and nic.usable)
+        # A card may have an InfiniBand and an Ethernet port: only ports of the rails' kind count.
+        usable = [nic for nic in self.nics if nic.usable and nic.kind == self.kind]
+        return tuple(nic for device in self.rails for nic in usable if nic.device == device)
