@@ -84,6 +84,12 @@ def _convert(words: list[str]) -> int:
     return convert(words)
 
 
+def _lab(words: list[str]) -> int:
+    from holmes_core.lab.command import main as lab
+
+    return lab(words)
+
+
 def _version(words: list[str]) -> int:
     argparse.ArgumentParser(prog="holmes version", description="Print the versions that matter.").parse_args(words)
     from importlib.metadata import PackageNotFoundError, version
@@ -112,9 +118,10 @@ def _file(text: str) -> str:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "run": ("run a training script, as one process or N", _run),
     "convert": ("write a Lightning checkpoint as a Hugging Face model directory", _convert),
+    "lab": ("clusters with unequal networks on this Linux machine, to try things in", _lab),
     "version": ("print the versions that matter", _version),
 }
-_LATER = ("detect", "probe", "plan", "simulate", "doctor", "lab", "launch")
+_LATER = ("detect", "probe", "plan", "simulate", "doctor", "launch")
 
 if __name__ == "__main__":
     sys.exit(main())
