@@ -21,6 +21,7 @@ __all__ = [
     "add_namespace",
     "build_network",
     "delete_namespace",
+    "forwarding_commands",
     "host_commands",
     "interface_mtu",
     "mac_address",
@@ -59,6 +60,7 @@ def build_network(spec: LabSpec, switch: str, namespaces: Mapping[str, str]) -> 
         HolmesError: This kernel or container cannot do it; says which command failed.
     """
     _batch("ip", switch, switch_commands(spec, namespaces))
+    _batch("bridge", switch, forwarding_commands(spec))
     for host in spec.hosts:
         _batch("ip", namespaces[host.name], host_commands(spec, host))
     on_switch, on_hosts = shaping_commands(spec)
@@ -109,6 +111,28 @@ def _plug(interface: str, bridge: str) -> list[str]:
         f"link set {interface} addrgenmode none",
         f"link set {interface} {f'master {bridge} ' if bridge else ''}up",
     ]
+
+
+def forwarding_commands(spec: LabSpec) -> list[str]:
+    """Return the `bridge` commands that tell each bridge where each host is.
+
+    A bridge that had to learn it would send the first packets to everybody, and idle interfaces would count them.
+    """
+    commands: list[str] = []
+    for host in spec.hosts:
+        place = mac_address(host, "ethernet")
+        ports = {"eth": f"e{host.index}"}
+        for number, cluster in enumerate(spec.clusters):
+            if cluster.uplink_rate is not None:
+                ports[f"eth{number}"] = f"e{host.index}" if number == host.cluster_index else f"v{number}"
+        if host.cluster.uplink_rate is not None:
+            ports["eth"] = f"u{host.cluster_index}"
+        dead = {fault.nic for fault in spec.faults_of(host.name, "nic-dead")}
+        if "ethernet" not in dead:
+            commands += [f"fdb replace {place} dev {port} master static" for port in ports.values()]
+        if host.rdma_address and "rdma" not in dead:
+            commands.append(f"fdb replace {mac_address(host, 'rdma')} dev r{host.index} master static")
+    return commands
 
 
 def host_commands(spec: LabSpec, host: LabHost) -> list[str]:

@@ -42,7 +42,7 @@ def why_not() -> str:
         return f"a lab needs Linux (network namespaces), this is {sys.platform}"
     if os.geteuid() != 0:
         return "a lab needs root: run it with sudo"
-    for tool in ("ip", "tc"):
+    for tool in ("ip", "tc", "bridge"):
         if shutil.which(tool) is None:
             return f"a lab needs iproute2: there is no `{tool}` (apt-get install iproute2)"
     name = f"holmes-try-{os.getpid()}-{secrets.token_hex(2)}"

@@ -189,14 +189,14 @@ def _prefix(value: object, where: str) -> str:
 
 def _fault(data: object, where: str, clusters: Sequence[LabCluster]) -> Fault:
     given = _mapping(data, where, ("fault", "host", "nic", "rate"), example=_FAULT_EXAMPLE)
-    kind, host = given.get("fault"), given.get("host")
+    kind, host = str(given.get("fault")), str(given.get("host"))  # as text: a list cannot be looked up
     if kind not in FAULTS:
-        hint = did_you_mean(str(kind), FAULTS)
+        hint = did_you_mean(kind, FAULTS)
         do = "use one of: " + "; ".join(f"{name} ({text})" for name, text in FAULTS.items())
         raise ConfigError(seen=f"fault {kind!r}{hint}", where=where, do=do)
     by_host = {name: cluster for cluster in clusters for name in cluster.hosts}
     if host not in by_host:
-        hint = did_you_mean(str(host), by_host)
+        hint = did_you_mean(host, by_host)
         raise ConfigError(seen=f"host {host!r}{hint}", where=where, do=f"name one of: {', '.join(by_host)}")
     nic = ""
     if kind != "loopback-name":
@@ -205,14 +205,14 @@ def _fault(data: object, where: str, clusters: Sequence[LabCluster]) -> Fault:
         seen = f"{kind} {'without a' if kind == 'nic-slow' else 'with a'} rate"
         raise ConfigError(seen=seen, where=where, do=f"write for example {_FAULT_EXAMPLE}")
     rate = parse_rate(given["rate"], where=f"{where}, rate") if "rate" in given else None
-    return Fault(fault=cast(FaultKind, kind), host=str(host), nic=nic, rate=rate)
+    return Fault(fault=cast(FaultKind, kind), host=host, nic=nic, rate=rate)
 
 
 def _nic(value: object, cluster: LabCluster, where: str) -> str:
     names = {"ethernet": "ethernet", cluster.ethernet: "ethernet"}
     if cluster.kind != "ethernet":
         names |= {"rdma": "rdma", cluster.rdma: "rdma"}
-    if value not in names:
+    if str(value) not in names:
         seen = f"nic {value!r}{did_you_mean(str(value), names)}"
         raise ConfigError(seen=seen, where=where, do=f"name one of this host's: {', '.join(names)}")
     return names[str(value)]
