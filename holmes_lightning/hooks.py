@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import importlib
 import os
-import socket
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,9 +18,12 @@ from torch import Tensor, nn
 from holmes_core.config import HolmesConfig
 from holmes_core.runtime import state
 from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.environment import set_missing
 from holmes_core.runtime.failure import FailureLog
 from holmes_core.runtime.memory import fits_in_memory
 from holmes_core.runtime.setup import build_engine, check_degrees, share_random_state
+from holmes_core.runtime.start import Meeting, host_name, join, meet
+from holmes_core.runtime.traffic import gather_traffic, write_traffic
 from holmes_lightning.checkpoints import CheckpointHooks
 from holmes_lightning.collectives import CollectiveHooks
 from holmes_lightning.feed import Feeds, progress_of
@@ -43,6 +44,7 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
     _failures: FailureLog = None  # type: ignore[assignment]
     _feeds: Feeds = None  # type: ignore[assignment]
     _feeds_after: Any = None
+    _meeting: Meeting = None  # type: ignore[assignment]
 
     def _start(self, settings: Mapping[str, Any], weights_only: bool | None) -> None:
         self.config = HolmesConfig.load(kwargs=settings, env=os.environ)
@@ -113,15 +115,19 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         # Lightning's launcher does this in the process that starts the others only.
         self._fabric("utilities.distributed")._set_num_threads_if_needed(self.num_processes)
         world = self.world_size
-        hosts = [socket.gethostname()] * world if self.num_nodes == 1 else None
-        check_degrees(self.config, module, world_size=world, hosts=hosts)
-        # The default group carries control only: on gloo no GPU communicator ever spans networks that cannot meet.
-        self._fabric("utilities.distributed")._init_dist_connection(
-            self.cluster_environment, "gloo", timeout=timedelta(seconds=self.config.timeout)
+        set_missing(
+            {
+                "MASTER_ADDR": self.cluster_environment.main_address,
+                "MASTER_PORT": str(self.cluster_environment.main_port),
+            }
         )
+        met = self._meeting if dist.is_initialized() else None
+        meeting = met or meet(rank=self.global_rank, world_size=world, timeout=self.config.timeout)
+        check_degrees(self.config, module, meeting.topology(self.config))
+        self._meeting = join(meeting, config=self.config, device_type=self.root_device.type)
         if self._failures is not None:
             self._failures.close()
-        self._failures = FailureLog(rank=self.global_rank, world_size=world, place=f"host {socket.gethostname()}")
+        self._failures = FailureLog(rank=self.global_rank, world_size=world, place=f"host {host_name()}")
         self._failures.listen()
         self._seed = share_random_state()
 
@@ -177,6 +183,7 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
             device=self.root_device,
             seed=self._seed,
             convert=self.precision_plugin.convert_module,
+            meeting=self._meeting,
         )
         self.model = root
         self._engine, self._whole = engine, False
@@ -184,7 +191,7 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         self._feeds = Feeds(device=self.root_device, dp=self._dp_size, replica=place.dp)
         stages = "+".join(str(s) for s in engine.local_stages)
         self._failures.place = (
-            f"stage {stages} of {engine.num_stages}, dp {place.dp}, tp {place.tp}, host {socket.gethostname()}"
+            f"stage {stages} of {engine.num_stages}, dp {place.dp}, tp {place.tp}, host {host_name()}"
         )
         if str(getattr(self.precision_plugin, "precision", "32-true")).startswith(("bf16", "16")):
             engine.loss_rule.half_precision()
@@ -381,6 +388,11 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         self._restore_late = None
         if self._feeds is not None:
             self._feeds.release()
+        if engine is not None and self.config.traffic_file and not self._failed:
+            with self._named_failures():
+                rows = gather_traffic(engine.groups.traffic, engine.plan, engine.device.type)
+            if self.global_rank == 0:
+                write_traffic(self.config.traffic_file, rows)
         if engine is not None:
             release_metrics(engine.root)
             self._move(torch.device("cpu"))

@@ -112,6 +112,9 @@ class HolmesConfig(Value):
     print_plan: bool = True
     """Print the plan on rank 0 before training."""
 
+    traffic_file: str | None = None
+    """Where rank 0 writes at the end of a run, as JSON, how many bytes each process group has carried."""
+
     def __post_init__(self) -> None:
         """Normalise sequences and names, and refuse wrong types and values.
 
@@ -135,8 +138,9 @@ class HolmesConfig(Value):
         put("split_points", _names("split_points", self.split_points))
         put("placement", _placement(self.placement))
         put("clusters", _clusters(self.clusters))
-        if self.cluster_file is not None and not isinstance(self.cluster_file, str):
-            _refuse("cluster_file", self.cluster_file, "the path of a yaml file")
+        for name in ("cluster_file", "traffic_file"):
+            if (path := getattr(self, name)) is not None and not isinstance(path, str):
+                _refuse(name, path, "the path of a file")
         for first, second in (_ONE_OF[0], _ONE_OF[2]):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise _both(first, second, where=f"HolmesConfig.{first}")

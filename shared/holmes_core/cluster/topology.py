@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from holmes_core.cluster.fabric import group_hosts
 from holmes_core.cluster.host import Cluster, ClusterSpec, Host
+from holmes_core.cluster.nic import Inventory
 from holmes_core.cluster.value import Value
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, did_you_mean
@@ -81,12 +83,16 @@ class Topology(Value):
         return self._index[rank]
 
 
-def build_topology(config: HolmesConfig, rank_hosts: Sequence[str]) -> Topology:
+def build_topology(
+    config: HolmesConfig, rank_hosts: Sequence[str], inventories: Sequence[Inventory] | None = None
+) -> Topology:
     """Put every rank on its host and every host in its cluster.
 
     Args:
-        config: What the user declared; without ``clusters`` all hosts form one cluster.
+        config: What the user declared. Without ``clusters`` the hosts are grouped by fabric, or form one cluster of
+            unknown kind where their inventories are not known.
         rank_hosts: Host name of each global rank.
+        inventories: What each rank's host has, by global rank.
 
     Returns:
         The topology, clusters in the order in which they were declared.
@@ -103,31 +109,31 @@ def build_topology(config: HolmesConfig, rank_hosts: Sequence[str]) -> Topology:
                 where="HolmesConfig.cluster_file",
                 do="build the config with HolmesConfig.load(...), which reads it",
             )
-        return Topology(
-            clusters=(Cluster(name="all", kind="unknown", hosts=_hosts(range(len(rank_hosts)), rank_hosts)),)
-        )
-    names = _names(config.clusters)
-    by_hosts = [bool(spec.hosts) for spec in config.clusters]
+        if inventories is None or len(set(rank_hosts)) == 1:
+            hosts = _hosts(range(len(rank_hosts)), rank_hosts, inventories)
+            return Topology(clusters=(Cluster(name="all", kind="unknown", hosts=hosts),))
+        specs = group_hosts(list({inventory.host: inventory for inventory in inventories}.values()))
+    else:
+        specs = config.clusters
+    names = _names(specs)
+    by_hosts = [bool(spec.hosts) for spec in specs]
     if any(by_hosts) and not all(by_hosts):
         raise ConfigError(
             seen=f"cluster {names[by_hosts.index(True)]!r} lists hosts, {names[by_hosts.index(False)]!r} lists ranks",
             where="clusters",
             do="describe all clusters by hosts, or all by ranks",
         )
-    owner = (
-        _owners_by_host(config.clusters, names, rank_hosts)
-        if all(by_hosts)
-        else _owners_by_rank(config.clusters, names, rank_hosts)
-    )
+    owner = _owners_by_host(specs, names, rank_hosts) if all(by_hosts) else _owners_by_rank(specs, names, rank_hosts)
     clusters_of_host: dict[str, set[int]] = {}
     for rank, host in enumerate(rank_hosts):
         clusters_of_host.setdefault(host, set()).add(owner[rank])
     clusters = []
-    for c, spec in enumerate(config.clusters):
+    for c, spec in enumerate(specs):
         # A machine split into several clusters (a rehearsal) counts as one host per cluster.
         labels = [f"{host}/{names[c]}" if len(clusters_of_host[host]) > 1 else host for host in rank_hosts]
         ranks = [rank for rank in range(len(rank_hosts)) if owner[rank] == c]
-        clusters.append(Cluster(name=names[c], kind=spec.kind, hosts=_hosts(ranks, labels)))
+        hosts = _hosts(ranks, labels, inventories)
+        clusters.append(Cluster(name=names[c], kind=spec.kind, hosts=hosts, reason=spec.reason))
     return Topology(clusters=tuple(clusters))
 
 
@@ -135,11 +141,21 @@ def _names(specs: Sequence[ClusterSpec]) -> list[str]:
     return [spec.name or f"cluster{index}" for index, spec in enumerate(specs)]
 
 
-def _hosts(ranks: Sequence[int], rank_hosts: Sequence[str]) -> tuple[Host, ...]:
+def _hosts(
+    ranks: Sequence[int], rank_hosts: Sequence[str], inventories: Sequence[Inventory] | None
+) -> tuple[Host, ...]:
     found: dict[str, list[int]] = {}
     for rank in ranks:
         found.setdefault(rank_hosts[rank], []).append(rank)
-    return tuple(Host(name=name, ranks=tuple(members)) for name, members in found.items())
+    return tuple(
+        # A part of a machine has no network of its own: its inventory would claim that its parts are apart.
+        Host(
+            name=name,
+            ranks=tuple(members),
+            inventory=None if inventories is None or "/" in name else inventories[members[0]],
+        )
+        for name, members in found.items()
+    )
 
 
 def _refuse_repeats(names: Sequence[str], what: str) -> None:

@@ -196,6 +196,7 @@ def make_plan(config: HolmesConfig, topology: Topology, model: ModelFacts, *, de
     else:
         layers = equal_partition(model.num_blocks, layout.num_stages)
         lines.append(f"{model.num_blocks} blocks split as evenly as they can be")
+    lines.extend(f"{cluster.name}: {cluster.reason}" for cluster in topology.clusters if cluster.reason)
     lines.extend(_placement_reasons(config, topology, layout, grid))
     return Plan(
         topology=topology,

@@ -29,17 +29,20 @@ def render_plan(plan: Plan) -> RenderableType:
     return Group(_headline(plan), Text(), _stage_table(plan), Text(), _group_table(plan), Text(), _reason_lines(plan))
 
 
-def print_plan(plan: Plan, file: TextIO | None = None) -> None:
+def print_plan(plan: Plan, file: TextIO | None = None, *, warnings: Sequence[str] = ()) -> None:
     """Print the plan to a file, or to standard output.
 
     Args:
         plan: The plan to show.
         file: Where to; a file that is not a terminal gets plain text, 100 columns wide.
+        warnings: What a person should know besides, printed last.
     """
     console = Console(file=file, highlight=False)
     if not console.is_terminal:
         console = Console(file=file, highlight=False, width=100)
     console.print(render_plan(plan))
+    for text in warnings:
+        console.print(Text("! ", style="bold yellow").append(text, style="not bold"))
 
 
 def _headline(plan: Plan) -> Text:

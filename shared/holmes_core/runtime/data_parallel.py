@@ -9,7 +9,7 @@ those that look at a whole matrix included. Afterwards owners broadcast the new 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 __all__ = ["DataParallel", "assign_owners", "sum_over"]
+
+Count = Callable[[dist.ProcessGroup, Tensor], None]
 
 
 def assign_owners(sizes: Sequence[int], num_ranks: int, load: Sequence[int] | None = None) -> list[int]:
@@ -64,17 +66,21 @@ def _presence(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> list[
     return [bool(f) for f in flags]
 
 
-def sum_over(params: Sequence[nn.Parameter], group: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
+def sum_over(
+    params: Sequence[nn.Parameter], group: dist.ProcessGroup, control: dist.ProcessGroup, count: Count
+) -> None:
     """Sum the gradients of parameters that several stages hold (tied weights, small shared modules).
 
     Args:
         params: The same parameters, in the same order, on every rank of the group.
         group: Their ranks.
         control: The same ranks on a CPU backend.
+        count: Told what is sent.
     """
     present = [p for p, used in zip(params, _presence(params, control), strict=True) if used]
     for same in _by_dtype(present):
         flat = _flatten([p.grad if p.grad is not None else torch.zeros_like(p) for p in same])
+        count(group, flat)
         dist.all_reduce(flat, group=group)
         for param in same:
             if param.grad is None:
@@ -90,6 +96,7 @@ class DataParallel:
         group: The group.
         control: The same ranks on a CPU backend, for flags.
         owner: The rank of the group that steps each parameter; None: every rank keeps all gradients and state.
+        count: Told what is sent.
     """
 
     def __init__(
@@ -99,8 +106,10 @@ class DataParallel:
         owner: Mapping[nn.Parameter, int] | None,
         group: dist.ProcessGroup,
         control: dist.ProcessGroup,
+        count: Count,
     ) -> None:
         self._params = list(params)
+        self._count = count
         self._group, self._control = group, control
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.shard_optimizer = owner is not None
@@ -125,6 +134,7 @@ class DataParallel:
             mine = [p for p in live if target is None or self.owner[p] == target]
             for same in _by_dtype(mine):
                 flat = _flatten([p.grad for p in same if p.grad is not None])
+                self._count(self._group, flat)
                 if target is None:
                     work = dist.all_reduce(flat, group=self._group, async_op=True)
                 else:
@@ -147,6 +157,8 @@ class DataParallel:
             for owner in range(self.size):
                 for same in _by_dtype([p for p in self._params if self.owner[p] == owner]):
                     flat = _flatten([p.detach() for p in same])
+                    if owner == self.rank:
+                        self._count(self._group, flat)
                     work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
                     works.append((work, flat, same, owner))
             for work, flat, same, owner in works:

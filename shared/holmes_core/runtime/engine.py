@@ -107,9 +107,7 @@ class Engine:
         self.sizes = chain.sizes() or plan.layers_per_stage
         starts = [sum(self.sizes[:s]) for s in range(self.num_stages + 1)]
         self.windows = [
-            Window(
-                stage=s, start=starts[s], stop=starts[s + 1], is_first=s == 0, is_last=s == self.num_stages - 1
-            )
+            Window(stage=s, start=starts[s], stop=starts[s + 1], is_first=s == 0, is_last=s == self.num_stages - 1)
             for s in range(self.num_stages)
         ]
         self.stages_of_rank = {
@@ -127,6 +125,9 @@ class Engine:
         #: Set by `build`.
         self.gradients: Gradients = None  # type: ignore[assignment]
         self.loss_rule = LossRule(config.loss_weight)
+        #: Whether each replica's batch has a loss of its own, which the host averages (as DistributedDataParallel
+        #: does), instead of being a part of one loss over all replicas.
+        self.loss_per_replica = False
         self._schedules: dict[int, Any] = {}
         self._pass: _Pass | None = None
         self._passes = 0
@@ -145,9 +146,7 @@ class Engine:
             entry = seen.get(id(param))
             if entry is None:
                 ranks = sorted({self.pp_rank_of(s) for s in stages[name]})
-                owners = tuple(
-                    self.plan.grid.rank_at(pp=p, dp=self.place.dp, tp=self.place.tp) for p in ranks
-                )
+                owners = tuple(self.plan.grid.rank_at(pp=p, dp=self.place.dp, tp=self.place.tp) for p in ranks)
                 entry = ParamEntry(
                     name=name,
                     aliases=(name,),
@@ -215,7 +214,8 @@ class Engine:
                 peer = self.plan.grid.rank_at(pp=self.pp_rank_of(neighbour), dp=self.place.dp, tp=self.place.tp)
                 incoming = key.endswith("_in")
                 pair = (peer, self.rank) if incoming else (self.rank, peer)
-                made[key] = Edge(peer=peer, group=self.groups.edge(*pair, direction))
+                group = self.groups.edge(*pair, direction)
+                made[key] = Edge(peer=peer, group=group, count=self.groups.traffic.add)
         stage = HolmesStage(
             body=body,
             window=window,
@@ -305,7 +305,7 @@ class Engine:
         if rule == "sum":
             return [1.0] * len(batches)
         total = counts.sum()
-        if self.groups.dp_size > 1:
+        if self.groups.dp_size > 1 and not self.loss_per_replica:
             dist.all_reduce(total, group=self.groups.dp_control)
         return (counts / total.clamp_min(1e-300)).tolist() if float(total) else [0.0] * len(batches)
 

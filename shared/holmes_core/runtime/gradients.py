@@ -66,6 +66,7 @@ class Gradients:
             owner=owner if shard_optimizer else None,
             group=groups.dp,
             control=groups.dp_control,
+            count=groups.traffic.add,
         )
         self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[nn.Parameter]]] = []
         self._not_counted: set[nn.Parameter] = set()
@@ -92,7 +93,7 @@ class Gradients:
         """Sum gradients over replicas, then over stages that share parameters."""
         self.data_parallel.reduce_gradients()
         for group, control, params in self._shared:
-            sum_over(params, group, control)
+            sum_over(params, group, control, self._groups.traffic.add)
 
     def norm(self) -> Tensor:
         """2-norm of the whole model's gradient, each parameter once. float32 scalar on the CPU, equal on all ranks."""
@@ -117,4 +118,3 @@ class Gradients:
     def broadcast_parameters(self) -> None:
         """Hand out parameters that this or another replica stepped."""
         self.data_parallel.broadcast_parameters()
-

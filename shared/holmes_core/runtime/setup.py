@@ -5,46 +5,42 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from holmes_core.cluster.topology import Topology, build_topology
+from holmes_core.cluster.topology import Topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import HolmesError
+from holmes_core.plan.environment import check_plan_environment, nccl_variables
 from holmes_core.plan.layout import ModelFacts, choose_layout
 from holmes_core.plan.plan import Plan, make_plan
 from holmes_core.runtime.chain import Chain, find_chain
 from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.environment import set_missing
 from holmes_core.runtime.model_facts import model_facts
 from holmes_core.runtime.process_groups import ProcessGroups
+from holmes_core.runtime.start import Meeting, meet
 from holmes_core.runtime.tensor_parallel import apply_tensor_parallel
 
 __all__ = ["build_engine", "check_degrees", "share_random_state"]
 
 
-def check_degrees(
-    config: HolmesConfig, root: nn.Module, *, world_size: int, hosts: Sequence[str] | None
-) -> None:
+def check_degrees(config: HolmesConfig, root: nn.Module, topology: Topology) -> None:
     """Refuse degrees that cannot be, before any process group exists.
 
     Args:
         config: The user's settings.
         root: The user's module; it may not hold its model yet (``configure_model`` runs later).
-        world_size: Ranks of the job.
-        hosts: Host of each rank where that is known without asking the other ranks; None: nothing is checked.
+        topology: Where the ranks run.
 
     Raises:
         HolmesError: The degrees do not fit the ranks, or the model has no blocks to cut it at.
     """
-    if hosts is None:
-        return
-    topology = build_topology(config, hosts)
     if sum(p.numel() for p in root.parameters()) == 0:
         choose_layout(topology, config, ModelFacts(num_blocks=10**6))
         return
@@ -105,6 +101,7 @@ def build_engine(
     device: torch.device,
     seed: int,
     convert: Callable[[nn.Module], nn.Module] | None = None,
+    meeting: Meeting | None = None,
 ) -> Engine:
     """Plan the job and make this rank's engine. Collective: all ranks call it with the same model.
 
@@ -114,6 +111,7 @@ def build_engine(
         device: This rank's device.
         seed: Seed of the run.
         convert: Converts the precision of a module in place.
+        meeting: What the hosts said about themselves before the default group was made; None: they are asked now.
 
     Returns:
         The engine, ready to train.
@@ -121,15 +119,18 @@ def build_engine(
     Raises:
         HolmesError: The model cannot be cut or split as planned.
     """
-    hosts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(hosts, os.environ.get("HOLMES_HOST") or socket.gethostname())
-    topology = build_topology(config, hosts)
+    if meeting is None:
+        meeting = meet(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout=config.timeout)
+    topology = meeting.topology(config)
     chain, plan = _plan(config, root, topology, device.type)
+    if device.type == "cuda":
+        check_plan_environment(plan, meeting.inventories)
+        set_missing(nccl_variables(plan, meeting.rank))
     _same_weights(root)
     if config.print_plan and dist.get_rank() == 0:
         from holmes_core.report.plan_table import print_plan
 
-        print_plan(plan)
+        print_plan(plan, warnings=meeting.warnings(topology))
     groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
     engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)
     engine.split()

@@ -35,6 +35,7 @@ class Edge:
 
     peer: int  # global rank
     group: dist.ProcessGroup
+    count: Callable[[dist.ProcessGroup, Tensor], None] = lambda group, tensor: None  # told what is sent
 
 
 class StageBody(nn.Module):
@@ -190,6 +191,7 @@ class HolmesStage(PipelineStage):
             return []
         self._announce(fwd_chunk_id, self._out_boundary[fwd_chunk_id])
         output = self._outputs[fwd_chunk_id][0].detach().contiguous()
+        self.forward_out.count(self.forward_out.group, output)
         return [dist.P2POp(dist.isend, output, self.forward_out.peer, self.forward_out.group)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -205,8 +207,9 @@ class HolmesStage(PipelineStage):
         """Send the gradient of this stage's input."""
         if self.backward_out is None or not self.has_backward or not self._in_boundary[bwd_chunk_id].requires_grad:
             return []
-        grad = self.get_local_bwd_output(bwd_chunk_id)[0]
-        return [dist.P2POp(dist.isend, grad.contiguous(), self.backward_out.peer, self.backward_out.group)]
+        grad = self.get_local_bwd_output(bwd_chunk_id)[0].contiguous()
+        self.backward_out.count(self.backward_out.group, grad)
+        return [dist.P2POp(dist.isend, grad, self.backward_out.peer, self.backward_out.group)]
 
     # ---- hand-over between two stages of one rank (V schedules) --------------------------------------------------
     def set_local_fwd_input(self, prev_stage_outputs: Any, mb_index: int) -> None:

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The first seconds of a job: every host says what it has, then the control group is made on a network all share.
+
+Order: rendezvous (a TCP store, nothing else) -> inventories -> topology -> checks -> default group on gloo. Whatever
+is wrong with hosts, clusters or environment is found before any process group exists.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
+from torch.distributed.rendezvous import rendezvous
+
+from holmes_core.cluster.detect import detect_host
+from holmes_core.cluster.exchange import exchange, say
+from holmes_core.cluster.fabric import fabric_warnings
+from holmes_core.cluster.host import ClusterSpec
+from holmes_core.cluster.nic import Inventory
+from holmes_core.cluster.topology import Topology, build_topology
+from holmes_core.config import HolmesConfig
+from holmes_core.errors import HolmesError
+from holmes_core.plan.environment import check_environment, selects
+from holmes_core.plan.network import ethernet_interfaces
+from holmes_core.plan.transport import LOOPBACK
+from holmes_core.runtime.environment import gloo_interface
+
+__all__ = ["Meeting", "host_name", "join", "meet", "tell_apart"]
+
+
+def host_name(env: Mapping[str, str] | None = None) -> str:
+    """Return this host's name: HOLMES_HOST, else what the system says."""
+    return (os.environ if env is None else env).get("HOLMES_HOST") or socket.gethostname()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """What the ranks of a job know of each other before they form a process group.
+
+    Args:
+        rank: This rank.
+        inventories: What each rank's host has, by global rank.
+        store: The store they met at, without a prefix; None where a default group existed before.
+    """
+
+    rank: int
+    inventories: tuple[Inventory, ...]
+    store: Any = None
+
+    def warnings(self, topology: Topology) -> tuple[str, ...]:
+        """Return what a person should know about the hosts and how they were grouped, one sentence each."""
+        hosts = list({inventory.host: inventory for inventory in self.inventories}.values())
+        specs = [
+            ClusterSpec(name=c.name, kind=c.kind, hosts=tuple(host.name for host in c.hosts), reason=c.reason)
+            for c in topology.clusters
+        ]
+        own = [f"{inventory.host}: {text}" for inventory in hosts for text in inventory.warnings]
+        return (*fabric_warnings(hosts, specs), *own)
+
+    def topology(self, config: HolmesConfig) -> Topology:
+        """Return where every rank runs: declared clusters, else hosts grouped by fabric.
+
+        Raises:
+            ConfigError: The declaration and the hosts do not fit together.
+        """
+        return build_topology(config, [inventory.host for inventory in self.inventories], self.inventories)
+
+
+def meet(*, rank: int, world_size: int, timeout: float, env: Mapping[str, str] | None = None) -> Meeting:
+    """Exchange inventories with all ranks of the job. Collective, without a process group.
+
+    Args:
+        rank: This rank.
+        world_size: Ranks of the job.
+        timeout: Longest wait for a rank, in seconds.
+        env: Environment to read; ``os.environ`` when None.
+
+    Raises:
+        HolmesError: The rendezvous cannot be reached, or ranks did not come in time; names them.
+    """
+    env = os.environ if env is None else env
+    if dist.is_initialized():
+        store, base = dist.distributed_c10d._get_default_store(), None
+    elif world_size > 1:
+        store = base = _rendezvous(rank, world_size, timeout)
+    else:
+        store = base = HashStore()
+    meeting_place = PrefixStore("holmes/hosts", store)
+    say(meeting_place, rank=rank, text=f"host {host_name(env)}: looking at its networks")
+    inventory = _as_named_by_user(detect_host(host=host_name(env), env=env), env)
+    found = exchange(meeting_place, inventory, rank=rank, world_size=world_size, timeout=timeout)
+    return Meeting(rank=rank, inventories=tuple(tell_apart(found)), store=base)
+
+
+def _as_named_by_user(inventory: Inventory, env: Mapping[str, str]) -> Inventory:
+    """The interface a user has named for sockets is the one between clusters; that it exists is checked later."""
+    named = env.get("GLOO_SOCKET_IFNAME") or env.get("NCCL_SOCKET_IFNAME", "")
+    fits = [nic.netdev for nic in inventory.nics if nic.netdev and nic.addresses and selects(named, nic.netdev)]
+    return replace(inventory, ethernet=fits[0]) if named and fits and inventory.ethernet not in fits else inventory
+
+
+def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting:
+    """Make the default group: gloo, on a network that all hosts share.
+
+    It carries control only, so that no GPU communicator ever spans networks that cannot meet.
+
+    Args:
+        meeting: Who takes part.
+        config: The user's settings.
+        device_type: ``cuda`` or ``cpu``: which variables of the environment matter.
+
+    Returns:
+        The meeting without its store, which lives as long as the default group.
+
+    Raises:
+        ConfigError: The environment contradicts itself or the networks.
+        HolmesError: The hosts do not reach each other.
+    """
+    if dist.is_initialized():
+        return replace(meeting, store=None)
+    topology = meeting.topology(config)
+    check_environment(meeting.inventories, device_type=device_type)
+    hosts = [host for cluster in topology.clusters for host in cluster.hosts]
+    names = {inventory.host for inventory in meeting.inventories}
+    me = meeting.inventories[meeting.rank].host
+    interfaces = {me: LOOPBACK} if len(names) == 1 else _by_machine(ethernet_interfaces(hosts)[0])
+    timeout = timedelta(seconds=config.timeout)
+    try:
+        with gloo_interface(interfaces.get(me)):
+            dist.init_process_group(
+                "gloo",
+                store=PrefixStore("default_pg", meeting.store),
+                rank=meeting.rank,
+                world_size=len(meeting.inventories),
+                timeout=timeout,
+            )
+    except RuntimeError as error:
+        used = ", ".join(f"{host}:{interface}" for host, interface in interfaces.items()) or "gloo's default interface"
+        raise HolmesError(
+            seen=f"the ranks do not reach each other: {(str(error).strip().splitlines() or ['no text'])[0][:300]}",
+            where=f"rank {meeting.rank} on host {me}; interfaces: {used}",
+            means="the hosts met at the store, but the control group over these interfaces could not be made",
+            do="check that these interfaces reach each other (firewall, routes); name others with GLOO_SOCKET_IFNAME",
+        ) from error
+    return replace(meeting, store=None)
+
+
+def _by_machine(interfaces: Mapping[str, str]) -> dict[str, str]:
+    """A rehearsal's ``machine/cluster`` names belong to one machine."""
+    return {
+        **interfaces,
+        **{name.rpartition("/")[0]: interface for name, interface in interfaces.items() if "/" in name},
+    }
+
+
+def _rendezvous(rank: int, world_size: int, timeout: float) -> Any:
+    where = f"{os.environ.get('MASTER_ADDR', '(MASTER_ADDR is not set)')}:{os.environ.get('MASTER_PORT', '?')}"
+    wait = timedelta(seconds=timeout)
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, outside the ranks
+            return next(iter(rendezvous("env://", rank=rank, world_size=world_size, timeout=wait)))[0]
+        # Not through env://: there rank 0 waits for a number of clients, and cannot say who is missing.
+        return TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            world_size,
+            is_master=rank == 0,
+            timeout=wait,
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise HolmesError(
+            seen=f"no meeting place: {(str(error).strip().splitlines() or ['no text'])[0][:300]}",
+            where=f"rank {rank} of {world_size} on host {host_name()}, MASTER_ADDR:MASTER_PORT {where}",
+            means="rank 0 serves a TCP store there, and every rank must reach it within the timeout",
+            do="check that rank 0 runs, that the address is one the other hosts can route to (not 127.0.0.1 or a "
+            "container's own), and that the port is open",
+        ) from error
+
+
+def tell_apart(inventories: Sequence[Inventory]) -> list[Inventory]:
+    """Give hosts that call themselves the same (``localhost``) different names, by their addresses."""
+    machines: dict[str, dict[tuple[str, ...], None]] = {}
+    for inventory in inventories:
+        machines.setdefault(inventory.host, {})[_addresses(inventory)] = None
+    if all(len(found) == 1 for found in machines.values()):
+        return list(inventories)
+    names = {}
+    for host, found in machines.items():
+        for number, addresses in enumerate(found):
+            label = addresses[0].split("/")[0] if addresses else str(number)
+            names[host, addresses] = host if len(found) == 1 else f"{host}@{label}"
+    return [replace(inventory, host=names[inventory.host, _addresses(inventory)]) for inventory in inventories]
+
+
+def _addresses(inventory: Inventory) -> tuple[str, ...]:
+    preferred = inventory.nic(inventory.ethernet)
+    first = preferred.addresses if preferred is not None else ()
+    rest = [address for nic in inventory.nics if nic.usable for address in nic.addresses]
+    return tuple(dict.fromkeys([*first, *rest]))
