@@ -53,13 +53,17 @@ def read_gpus(sysfs: Path, ports: Sequence[PortFacts]) -> list[GpuFacts]:
     return found
 
 
-def pci_distance(one: Sequence[str], other: Sequence[str], numa: tuple[int | None, int | None]) -> str:
+def pci_distance(
+    one: Sequence[str], other: Sequence[str], numa: tuple[int | None, int | None], *, switch_levels: int = 2
+) -> str:
     """Return the distance of two PCI devices.
 
     Args:
         one: Root complex, then every bridge down to the device.
         other: The same of the other device.
         numa: NUMA node of each.
+        switch_levels: How many bridges one switch counts for: two in sysfs, its upstream port and a downstream port
+            for each device.
 
     Returns:
         ``PIX`` behind one switch, ``PXB`` behind several, ``PHB`` at one root complex, ``NODE`` in one NUMA node,
@@ -71,8 +75,7 @@ def pci_distance(one: Sequence[str], other: Sequence[str], numa: tuple[int | Non
             break
         shared += 1
     if shared > 1:  # more than the root complex: a bridge
-        # One switch shows as its upstream port and a downstream port for each device.
-        return "PIX" if max(len(one), len(other)) - shared <= 2 else "PXB"
+        return "PIX" if max(len(one), len(other)) - shared <= switch_levels else "PXB"
     if shared == 1:
         return "PHB"
     return "NODE" if numa[0] == numa[1] else "SYS"
