@@ -9,7 +9,7 @@ from dataclasses import replace
 from holmes_core.cluster.facts import HostFacts, NetFacts, PortFacts
 from holmes_core.cluster.gid import choose_gid, subnet_prefix
 from holmes_core.cluster.interfaces import choose_ethernet, net_verdict
-from holmes_core.cluster.kind import nic_kind, odd_physical_state, port_state, port_verdict
+from holmes_core.cluster.kind import STATE_ASSUMED, nic_kind, odd_physical_state, port_state, port_verdict
 from holmes_core.cluster.nic import RDMA_KINDS, Accelerator, Inventory, Nic
 from holmes_core.cluster.rails import Rails, choose_rails, spread
 
@@ -43,7 +43,9 @@ def assemble(host: str, facts: HostFacts, *, environment: Mapping[str, str] | No
     shown = {nic.netdev for nic in ports if nic.usable or (nic.netdev in nets and not net_verdict(nets[nic.netdev])[0])}
     others = [_interface(net) for net in facts.nets if net.name not in shown]
     rail_netdevs = {nic.netdev for nic in ports if nic.netdev and nic.device in (*rails.devices, *rails.missing)}
-    ethernet = choose_ethernet(facts.nets, rail_netdevs)
+    ethernet = choose_ethernet(
+        facts.nets, rail_netdevs=rail_netdevs, rdma_netdevs={nic.netdev for nic in ports if nic.netdev}
+    )
     accelerators = tuple(
         Accelerator(
             index=index,
@@ -154,7 +156,8 @@ def _interface(net: NetFacts) -> Nic:
 def _with_note(nic: Nic, rails: Rails) -> Nic:
     note = rails.notes.get(nic.device, "")
     if note and nic.usable:
-        nic = replace(nic, reason="; ".join(filter(None, (note, nic.reason))))
+        also = "" if nic.reason == STATE_ASSUMED else nic.reason
+        nic = replace(nic, reason="; ".join(filter(None, (note, also))))
     return replace(nic, rail=rails.identities.get(nic.device, ""))
 
 

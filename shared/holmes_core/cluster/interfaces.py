@@ -163,15 +163,17 @@ def net_verdict(net: NetFacts) -> tuple[bool, str]:
     return True, ""
 
 
-def choose_ethernet(nets: Sequence[NetFacts], rail_netdevs: Collection[str]) -> str:
+def choose_ethernet(nets: Sequence[NetFacts], *, rail_netdevs: Collection[str], rdma_netdevs: Collection[str]) -> str:
     """Choose the interface for traffic between clusters and for the rendezvous.
 
     Not a rail's interface while there is another; of those left, the one by which the default route leaves: what all
-    peers can reach; then the one nearest to the wire (a bond before its VLAN), then the fastest.
+    peers can reach; then one that is no other RDMA port's (storage), then the one nearest to the wire (a bond before
+    its VLAN), then the fastest.
 
     Args:
         nets: All interfaces.
         rail_netdevs: Interfaces of the rails.
+        rdma_netdevs: Interfaces of all RDMA ports.
 
     Returns:
         Its name, or an empty string if none can carry a job.
@@ -185,6 +187,7 @@ def choose_ethernet(nets: Sequence[NetFacts], rail_netdevs: Collection[str]) -> 
             net.name in rail_netdevs,
             not net.default_route,
             not net.addresses,
+            net.name in rdma_netdevs,
             net.what in ("", "virtual") and _is_gateway(net),
             net.ipoib,
             layers.get(net.what, 1),

@@ -8,13 +8,16 @@ import re
 from holmes_core.cluster.facts import PortFacts
 from holmes_core.cluster.nic import RDMA_KINDS, NicKind
 
-__all__ = ["nic_kind", "odd_physical_state", "port_state", "port_verdict", "rate_of"]
+__all__ = ["STATE_ASSUMED", "nic_kind", "odd_physical_state", "port_state", "port_verdict", "rate_of"]
 
 # PCI vendor, PCI devices (none: all of them).
 _EFA = ("0x1d0f", ("0xefa0", "0xefa1", "0xefa2", "0xefa3"))
 _OMNIPATH = (("0x8086", ("0x24f0", "0x24f1")), ("0x434e", ()))
 _SLINGSHOT = ("0x17db", ("0x0501",))
 _ERDMA = "0x1ded"
+
+#: What is said of a port whose state nobody could tell.
+STATE_ASSUMED = "its state is not in this input: taken as active"
 
 _STATES = {
     "nop": "down",
@@ -109,6 +112,8 @@ def port_verdict(
     """
     physical = facts.physical_state or "no physical state"
     no_carrier = {"polling": "no cable, or nothing at its other end", "disabled": "disabled by its administrator"}
+    if facts.problem:
+        return False, facts.problem
     if kind == "iwarp":
         return False, "iWARP: NCCL cannot use it"
     if kind not in RDMA_KINDS:
@@ -116,8 +121,6 @@ def port_verdict(
         return False, f"no RDMA port that a job could use: {layer}" + (
             f", node type {facts.node_type!r}" if facts.node_type else ""
         )
-    if facts.problem:
-        return False, facts.problem
     if facts.software:
         return False, "RDMA in software: slower than plain sockets"
     if state == "init":
@@ -135,4 +138,4 @@ def port_verdict(
         return False, facts.access
     if gid_problem:
         return False, gid_problem
-    return True, "" if state == "active" else "its state is not in this input: taken as active"
+    return True, "" if state == "active" else STATE_ASSUMED
