@@ -5,6 +5,15 @@ Nothing is imported here: `import torch` itself loads `holmes_core.autoload`, so
 program of the environment.
 """
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "parallelize"]
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """Import `parallelize`, and torch with it, when it is asked for."""
+    if name == "parallelize":
+        from holmes_core.runtime.parallelize import parallelize
+
+        return parallelize
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -37,6 +37,11 @@ _HOOKS: dict[str, tuple[str, str]] = {
     "pytorch_lightning.strategies": ("StrategyRegistry", "holmes_lightning.registry:register"),
     "lightning.fabric.strategies": ("STRATEGY_REGISTRY", "holmes_lightning.registry:register"),
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "holmes_lightning.registry:register"),
+    "accelerate.commands.launch": ("launch_command", "holmes_accelerate.registry:patch_launch"),
+    "accelerate.state": ("AcceleratorState", "holmes_accelerate.registry:patch_state"),
+    "accelerate.accelerator": ("Accelerator", "holmes_accelerate.registry:patch_accelerator"),
+    "accelerate.local_sgd": ("LocalSGD", "holmes_accelerate.registry:patch_local_sgd"),
+    "transformers.trainer": ("Trainer", "holmes_accelerate.registry:patch_trainer"),
 }
 
 
@@ -52,7 +57,7 @@ class ImportHook:
     ) -> ModuleSpec | None:
         """Return the real spec of a module in `_HOOKS`, with its loader calling us at the end; else None."""
         if self._half_imported:
-            self.check_imported()
+            self.check_imported(list(self._half_imported))
         if fullname not in _HOOKS or fullname in self._searching:
             return None
         self._searching.add(fullname)
@@ -67,10 +72,10 @@ class ImportHook:
         finally:
             self._searching.discard(fullname)
 
-    def check_imported(self) -> None:
-        """Serve the modules that are imported already; remember those that are imported by half."""
-        for name, (ready, _) in _HOOKS.items():
-            module = sys.modules.get(name)
+    def check_imported(self, names: Sequence[str] = tuple(_HOOKS)) -> None:
+        """Serve those of these modules that are imported already; remember those that are imported by half."""
+        for name in names:
+            ready, module = _HOOKS[name][0], sys.modules.get(name)
             if module is None:
                 continue
             if ready in vars(module):

@@ -90,6 +90,18 @@ def _lab(words: list[str]) -> int:
     return lab(words)
 
 
+def _launch(words: list[str]) -> int:
+    from holmes_accelerate.launcher import launch
+
+    return launch(words)
+
+
+def _config(words: list[str]) -> int:
+    from holmes_accelerate.config_file import main as config
+
+    return config(words)
+
+
 def _version(words: list[str]) -> int:
     argparse.ArgumentParser(prog="holmes version", description="Print the versions that matter.").parse_args(words)
     from importlib.metadata import PackageNotFoundError, version
@@ -118,10 +130,12 @@ def _file(text: str) -> str:
 _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "run": ("run a training script, as one process or N", _run),
     "convert": ("write a Lightning checkpoint as a Hugging Face model directory", _convert),
+    "launch": ("start an Accelerate script on this machine, by its holmes.yaml", _launch),
+    "config": ("write a holmes.yaml for `accelerate launch` and `holmes launch`", _config),
     "lab": ("clusters with unequal networks on this Linux machine, to try things in", _lab),
     "version": ("print the versions that matter", _version),
 }
-_LATER = ("detect", "probe", "plan", "simulate", "doctor", "launch")
+_LATER = ("detect", "probe", "plan", "simulate", "doctor")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -52,7 +52,8 @@ class LossRule:
     """Which `microbatch.WEIGHT_RULES` a run's loss obeys.
 
     Args:
-        setting: ``HolmesConfig.loss_weight``.
+        setting: ``HolmesConfig.loss_weight``; or ``"items"`` for calls that are told the number of items to divide
+            by (transformers' ``num_items_in_batch``), whose losses add up if the model heeds it.
     """
 
     def __init__(self, setting: str) -> None:
@@ -71,6 +72,8 @@ class LossRule:
     def _allowed(self) -> list[str]:
         if self._setting == "auto":
             return list(_RULES[:3])
+        if self._setting == "items":
+            return ["sum", *_RULES[:3]]
         return ["shifted_tokens", "tokens"] if self._setting == "tokens" else [self._setting]
 
     # ---- the check -----------------------------------------------------------------------------------------------

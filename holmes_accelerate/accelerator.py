@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""HolmesAccelerator: Accelerate's methods on one side, the engine's call mode on the other. No parallelism here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.state import PartialState
+from accelerate.utils.modeling import get_mixed_precision_context_manager
+
+from holmes_accelerate import refusals
+from holmes_accelerate.checkpoints import CheckpointHooks
+from holmes_accelerate.collectives import CollectiveHooks
+from holmes_accelerate.loaders import share_batches
+from holmes_accelerate.plugin import take_plugin
+from holmes_accelerate.process import MEETING, enter, on_cpu
+from holmes_accelerate.wrappers import HolmesOptimizer, HolmesScheduler
+from holmes_core.config import HolmesConfig
+from holmes_core.plan.grid import make_grid
+from holmes_core.plan.layout import ModelFacts, choose_layout
+from holmes_core.runtime.call_mode import CallMode, named_parameter_slots, of_model
+from holmes_core.runtime.failure import FailureLog
+from holmes_core.runtime.setup import build_engine, share_random_state
+from holmes_core.runtime.start import host_name
+
+__all__ = ["HolmesAccelerator"]
+
+
+class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
+    """An Accelerator that trains in pipeline x data x tensor parallelism over clusters with unequal networks.
+
+    `num_processes` and `process_index` count replicas, because that is what scripts compute samples and seeds from;
+    `is_main_process` and the like are about processes. All ranks make the same calls.
+
+    Args:
+        *args: As for `accelerate.Accelerator`.
+        holmes_plugin: A `HolmesPlugin`; without it the file in ``HOLMES_CONFIG`` counts.
+        **kwargs: As for `accelerate.Accelerator`.
+
+    Raises:
+        ConfigError: Settings contradict each other or the job.
+    """
+
+    _replicas, _replica = 1, 0
+    _mode: CallMode | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        plugin, kwargs = take_plugin(kwargs)
+        self.holmes_config = plugin.config if plugin is not None else HolmesConfig.load(env=os.environ)
+        refusals.refuse_other_engines(kwargs, os.environ)
+        cpu = bool(kwargs.get("cpu")) or on_cpu()
+        meeting = enter(cpu=cpu, config=self.holmes_config)
+        # The layout must be known before the model: scripts ask how many replicas there are first.
+        topology = meeting.topology(self.holmes_config)
+        config = self.holmes_config
+        self._layout, _ = choose_layout(topology, config, ModelFacts(num_blocks=10**6))
+        grid = make_grid(
+            topology,
+            self._layout,
+            rank_order=config.rank_order,
+            last_stage_on_rank_zero=config.last_stage_on_rank_zero,
+        )
+        self._replicas, self._replica = self._layout.dp, grid.coordinates(meeting.rank).dp
+        super().__init__(*args, **kwargs)
+        PartialState._shared_state[MEETING] = meeting
+        self._meeting = meeting
+        refusals.refuse_settings(self)
+        self.dataloader_config.dispatch_batches = False  # Accelerate would dispatch over processes, not replicas
+        self._failures = FailureLog(
+            rank=meeting.rank, world_size=len(meeting.inventories), place=f"host {host_name()}"
+        )
+        self._failures.listen()
+        self._register_checkpoint_hooks()
+
+    # ---- who is who ----------------------------------------------------------------------------------------------
+    @property
+    def num_processes(self) -> int:
+        """Replicas of the model: what a script divides or multiplies samples by."""
+        return self._replicas
+
+    @property
+    def process_index(self) -> int:
+        """This rank's replica."""
+        return self._replica
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of the job."""
+        return self.state.is_last_process
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """Hand out parts of a list or tensor: one to each replica."""
+        state = PartialState()
+        saved = state.num_processes, state.process_index
+        state.num_processes, state.process_index = self._replicas, self._replica
+        try:
+            with state.split_between_processes(inputs, apply_padding=apply_padding) as part:
+                state.num_processes, state.process_index = saved
+                yield part
+        finally:
+            state.num_processes, state.process_index = saved
+
+    # ---- prepare -------------------------------------------------------------------------------------------------
+    def prepare(self, *args: Any, device_placement: Any = None) -> Any:
+        """Prepare models first, so that the order of the arguments does not matter; then as Accelerate does."""
+        for obj in args:
+            if isinstance(obj, torch.nn.Module):
+                self.prepare_model(obj)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
+        """Split the model in place; the object stays the same. Collective over all ranks."""
+        mode = of_model(model)
+        if mode is None:
+            if self._mode is not None:
+                raise refusals.second_model(self._mode.engine.root, model)
+            mode = self._split(model)
+        self._mode = mode
+        if model not in self._models:
+            self._models.append(model)
+        return model
+
+    def _split(self, model: Any) -> CallMode:
+        before = named_parameter_slots(model)
+        with self._named_failures():
+            engine = build_engine(
+                root=model,
+                config=self.holmes_config,
+                device=self.device,
+                seed=share_random_state(),
+                meeting=self._meeting,
+            )
+        refusals.check_same_layout(self._layout, engine.plan.layout)
+        place = engine.place
+        stages = "+".join(str(s) for s in engine.local_stages)
+        self._failures.place = (
+            f"stage {stages} of {engine.num_stages}, dp {place.dp}, tp {place.tp}, host {host_name()}"
+        )
+        mode = CallMode(
+            engine,
+            before=before,
+            compute=self._autocast,
+            loss_scale=lambda: self.scaler.get_scale() if self.scaler is not None else 1.0,
+            guard=self._named_failures,
+        )
+        if self.native_amp:
+            mode.half_precision()
+        for optimizer in self._optimizers:
+            mode.adopt(optimizer.optimizer)
+        return mode
+
+    def _autocast(self) -> Any:
+        if not self.native_amp:
+            return nullcontext()
+        return get_mixed_precision_context_manager(self.native_amp, self.autocast_handler)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Let the optimizer step this rank's part of the model."""
+        if getattr(optimizer, "_is_accelerate_prepared", False):
+            return super().prepare_optimizer(optimizer, device_placement)
+        refusals.refuse_optimizer(optimizer)
+        prepared = HolmesOptimizer(optimizer, lambda: self._mode, self.scaler)
+        if self._mode is not None:
+            self._mode.adopt(optimizer)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Step the scheduler once per replica."""
+        if getattr(scheduler, "_is_accelerate_prepared", False):
+            return super().prepare_scheduler(scheduler)
+        own = [o for o in self._optimizers if getattr(scheduler, "optimizer", None) is o.optimizer]
+        prepared = HolmesScheduler(
+            scheduler,
+            own or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+            replicas=self._replicas,
+        )
+        self._schedulers.append(prepared)
+        return prepared
+
+    def prepare_data_loader(
+        self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> Any:
+        """Shard over replicas; all ranks of a replica get the same batches."""
+        loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
+        if isinstance(loader, DataLoaderDispatcher):
+            raise refusals.dispatched()
+        return share_batches(loader, self._engine_or_none)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Go on in the middle of an epoch."""
+        return share_batches(super().skip_first_batches(dataloader, num_batches), self._engine_or_none)
+
+    def _engine_or_none(self) -> Any:
+        return self._mode.engine if self._mode is not None else None
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip by the norm of the whole model's gradient. Collective over all ranks."""
+        if self._mode is None:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        self._check_parameters(parameters)
+        self.unscale_gradients()
+        return self._mode.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Clip every element of the gradient. Collective over all ranks."""
+        if self._mode is None:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self._check_parameters(parameters)
+        self.unscale_gradients()
+        self._mode.clip_grad_value_(clip_value)
+
+    def _check_parameters(self, parameters: Any) -> None:
+        assert self._mode is not None
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if not self._mode.covers(given):
+            raise refusals.part_of_the_parameters()
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Reduce gradients, then divide by the scale of half-precision training."""
+        if self._mode is not None:
+            self._mode.reduce()
+        super().unscale_gradients(optimizer)
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Nothing with one replica; refused with several."""
+        if self._replicas > 1:
+            raise refusals.uneven_inputs()
+        with nullcontext():
+            yield
+
+    def _refuse_local_sgd(self) -> None:
+        raise refusals.local_sgd()
+
+    # ---- end -----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _named_failures(self) -> Iterator[None]:
+        """Raise the name of the rank that failed first instead of this rank's lost connection."""
+        try:
+            yield
+        except Exception as error:
+            named = self._failures.explain(error)
+            if named is error:
+                raise
+            raise named from None
+
+    def end_training(self) -> None:
+        """Finish trackers and leave the job."""
+        self._failures.close()
+        super().end_training()

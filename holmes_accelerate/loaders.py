@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Give all ranks of a replica the same batches: those that its first stage's loader draws.
+
+Accelerate shards data over processes and, where it shards nothing, leaves each process its own random order. Here the
+ranks of one replica must see one batch, whatever their loaders, workers and random masks draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.step_record import share
+
+__all__ = ["share_batches"]
+
+_SHARED = "_holmes_shared"
+
+
+def share_batches(loader: Any, engine_of: Callable[[], Engine | None]) -> Any:
+    """Let a prepared loader yield its replica's batches; returns the loader.
+
+    Args:
+        loader: A loader of Accelerate, or a DataLoader.
+        engine_of: Returns the engine once there is one.
+    """
+    # Accelerate's loaders iterate over `base_dataloader.__iter__()`, before they move a batch to the device.
+    base = vars(loader).get("base_dataloader", loader)
+    if _SHARED in vars(base) or base is loader:
+        return loader
+    vars(base)[_SHARED] = True
+    vars(loader)["_holmes_engine_of"] = engine_of  # for loaders made from this one (skipped batches)
+    make = base.__iter__
+
+    def iterate() -> Iterator[Any]:
+        engine, own = engine_of(), make()
+        if engine is None or engine.num_stages * engine.plan.layout.tp == 1:
+            yield from own
+            return
+        source, group = engine.first_rank, engine.groups.replica
+        while True:
+            # Every rank draws, so that the random states of all ranks go on alike.
+            mine = next(own, _END)
+            ended, batch = share((mine is _END, None if mine is _END else mine), source=source, group=group)
+            if ended:
+                return
+            yield batch
+
+    vars(base)["__iter__"] = iterate
+    return loader
+
+
+_END = object()

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Call mode: the script calls ``model(**batch)`` itself, and every rank takes part in the call.
+
+In training with labels the call runs the whole schedule, forward and backward, and returns an output whose loss hangs
+on one autograd.Function; the backward of that loss scales this call's gradients and adds them to ``param.grad``. In
+training without labels the call returns the outputs, on which the script computes a loss of its own, and their
+backward goes back through the stages. In eval mode it is a forward, and every rank of the replica gets the outputs.
+
+Losses are per replica and averaged over replicas, as under DistributedDataParallel: that is what scripts for these
+hosts expect. Gradients are reduced once, when the optimizer steps or the norm is asked for, however many calls and
+backwards came before. The module stays the object it was; only attributes of this one instance are replaced.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from holmes_core.errors import HolmesError
+from holmes_core.runtime import state
+from holmes_core.runtime.call_mode_graph import OpenForward
+from holmes_core.runtime.call_mode_outputs import LossOutput, broadcast, first_loss, pack, unpack
+from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.loss import LossRule
+from holmes_core.runtime.split import slots
+from holmes_core.runtime.step_record import share
+
+__all__ = ["CALL_MODE", "CallMode", "named_parameter_slots", "of_model"]
+
+#: The attribute of a split module that holds its `CallMode`.
+CALL_MODE = "_holmes_call_mode"
+_ARGS = "*"  # key of positional arguments that have no name
+
+
+def of_model(model: Any) -> CallMode | None:
+    """Return the `CallMode` of a split module, None for any other object."""
+    return vars(model).get(CALL_MODE) if isinstance(model, nn.Module) else None
+
+
+def named_parameter_slots(root: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter by each of its names; to be taken before the split, for `CallMode.adopt`."""
+    return {name: param for name, _, _, param in slots(root)}
+
+
+class CallMode:
+    """Drives an engine from calls of its module.
+
+    Args:
+        engine: The engine, built.
+        before: The module's parameters before the split (`named_parameter_slots`).
+        compute: Returns the context of a forward (autocast).
+        loss_scale: Returns the factor on the loss in half-precision training.
+        guard: Returns the context around everything that talks to other ranks (names who failed first).
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        before: Mapping[str, nn.Parameter] | None = None,
+        compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        loss_scale: Callable[[], float] = lambda: 1.0,
+        guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.engine = engine
+        engine.loss_per_replica = True
+        self._compute, self._loss_scale, self._guard = compute, loss_scale, guard
+        self.dp, self.replica = engine.plan.layout.dp, engine.place.dp
+        self._rules = {False: engine.loss_rule, True: LossRule("items")}
+        self._returns_loss: dict[Any, bool] = {}
+        self._pending = False
+        self._anchor = torch.zeros((), device=engine.device, requires_grad=True)
+        self._hooked: set[int] = set()
+        self._new: Any = WeakIdKeyDictionary()
+        current = named_parameter_slots(engine.root)
+        for name, old in (before or {}).items():
+            if current.get(name) is not None and current[name] is not old:
+                self._new[old] = current[name]
+        self.forward = engine.root.forward
+        self._names = _positional_names(self.forward)
+        self._attach()
+
+    def half_precision(self) -> None:
+        """Allow for the rounding of 16-bit compute in the check of the loss."""
+        for rule in self._rules.values():
+            rule.half_precision()
+
+    # ---- the module's own attributes ---------------------------------------------------------------
+    def _attach(self) -> None:
+        own = vars(self.engine.root)
+        own[CALL_MODE] = self
+        own["forward"] = functools.wraps(self.forward)(lambda *args, **kwargs: self(*args, **kwargs))
+        own["no_sync"] = nullcontext  # scripts written for DistributedDataParallel; reduction waits for the step anyway
+        self._load = self.engine.root.load_state_dict
+        own["load_state_dict"] = self.load_state_dict
+        if hasattr(type(self.engine.root), "save_pretrained"):
+            self._save_pretrained: Any = self.engine.root.save_pretrained
+            own["save_pretrained"] = self.save_pretrained
+        if hasattr(self.engine.root, "generate") and self.engine.num_stages > 1:
+            own["generate"] = self._refuse_generate
+
+    def _refuse_generate(self, *_: Any, **__: Any) -> Any:
+        raise HolmesError(
+            seen=f"generate() of a {type(self.engine.root).__name__} split over {self.engine.num_stages} stages",
+            where="the user's script",
+            means="each new token is one more pass through all stages, with caches that live on each of them",
+            do="save the model and generate with a whole one, or train with pp: 1",
+        )
+
+    # ---- calls ---------------------------------------------------------------
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the module's forward. Collective over the replica; in training over all ranks."""
+        batch = self._named(args, kwargs)
+        with self._guard():
+            if not (self.engine.root.training and torch.is_grad_enabled()):
+                return self._evaluate(batch)
+            if self._has_loss(batch):
+                return self._train(batch)
+            return self._open(batch)
+
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        if not args:
+            return kwargs
+        if len(args) > len(self._names):
+            return {_ARGS: args, **kwargs}
+        return {**dict(zip(self._names, args, strict=False)), **kwargs}
+
+    def _run(self, batch: dict[str, Any]) -> Any:
+        with self._compute():
+            return self.forward(*batch.get(_ARGS, ()), **{k: v for k, v in batch.items() if k != _ARGS})
+
+    def _has_loss(self, batch: dict[str, Any]) -> bool:
+        """Whether the model returns a loss for such arguments: with labels it does, else it is tried once."""
+        if batch.get("labels") is not None:
+            return True
+        key = tuple(sorted(k for k, v in batch.items() if v is not None))
+        if key not in self._returns_loss:
+            engine = self.engine
+            with engine.loss_rule.undisturbed(engine.root), torch.no_grad():
+                outputs = engine.evaluate(lambda b, _: self._run(b), engine.cut(batch)[:1])
+            told = first_loss(outputs[0]) is not None if outputs else None
+            self._returns_loss[key] = share(told, source=engine.last_rank, group=engine.groups.replica)
+        return self._returns_loss[key]
+
+    def _train(self, batch: dict[str, Any]) -> Any:
+        engine, scale = self.engine, self._loss_scale()
+        engine.loss_rule = self._rules[batch.get("num_items_in_batch") is not None]
+        kind: list[str] = []
+
+        def step(part: Any, _: int) -> Any:
+            output = self._run(part)
+            loss = first_loss(output)
+            kind[:] = ["mapping" if isinstance(output, Mapping) else type(output).__name__]
+            return output if loss is None else loss.float()
+
+        params = list(engine.gradients.params.values())
+        earlier = [(param, param.grad) for param in params]
+        for param in params:
+            param.grad = None
+        try:
+            result = engine.train(step, batch, scale=scale)
+            mine = [(param, param.grad) for param in params if param.grad is not None]
+        finally:
+            for param, grad in earlier:
+                param.grad = grad
+        told = (float(result.loss), kind[0]) if result.loss is not None else None
+        value, how = share(told, source=engine.last_rank, group=engine.groups.replica)
+        apply: Any = _Loss.apply
+        loss = apply(self._anchor, torch.tensor(value, device=engine.device), _Gradients(self, mine, scale))
+        if how == "mapping":
+            return LossOutput(loss=loss)
+        return (loss,) if how in ("tuple", "list") else loss
+
+    def _open(self, batch: dict[str, Any]) -> Any:
+        held = OpenForward(self.engine, lambda b, _: self._run(b), batch)
+        packed, tensors = broadcast(self.engine, held.packed, held.tensors)
+        floating = [i for i, t in enumerate(tensors) if t.is_floating_point()]
+        apply: Any = _Outputs.apply
+        tied = apply(self._anchor, (self, held, floating, len(tensors)), *[tensors[i] for i in floating])
+        for index, tensor in zip(floating, tied, strict=True):
+            tensors[index] = tensor
+        return unpack(packed, tensors)
+
+    @torch.no_grad()
+    def _evaluate(self, batch: dict[str, Any]) -> Any:
+        engine = self.engine
+        if engine.num_stages == 1:
+            return self._run(batch)
+        outputs = engine.evaluate(lambda b, _: self._run(b), [batch])
+        tensors: list[Tensor] = []
+        packed = pack(outputs[0], tensors) if outputs else None
+        return unpack(*broadcast(engine, packed, tensors))
+
+    # ---- gradients ---------------------------------------------------------------
+    def mark_backward(self) -> None:
+        """A backward has added to this rank's gradients; they are to be reduced before they are used."""
+        self._pending = True
+
+    def reduce(self) -> None:
+        """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
+        if self._pending:
+            self._pending = False
+            with self._guard():
+                self.engine.reduce_gradients()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the whole model's gradient by its norm, as ``torch.nn.utils.clip_grad_norm_``. Collective.
+
+        Args:
+            max_norm: Largest norm.
+            norm_type: 2 or infinity.
+
+        Returns:
+            The norm before clipping; a scalar on this rank's device, equal on all ranks.
+
+        Raises:
+            HolmesError: Another norm is asked for.
+        """
+        self.reduce()
+        with self._guard():
+            if float(norm_type) == 2.0:
+                norm = self.engine.gradient_norm()
+            elif float(norm_type) == float("inf"):
+                grads = [p.grad.abs().max().float().cpu() for p in self._with_grad()]
+                norm = torch.stack(grads).max() if grads else torch.zeros(())
+                dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=self.engine.groups.world)
+            else:
+                raise HolmesError(
+                    seen=f"norm_type={norm_type}",
+                    where="clip_grad_norm_",
+                    means="the norm is computed over the parts of all ranks, for norms 2 and infinity only",
+                    do="use norm_type=2",
+                )
+        norm = norm.to(self.engine.device)
+        self.engine.gradients.scale(torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0))
+        return norm
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip every element of the gradient. Collective."""
+        self.reduce()
+        torch.nn.utils.clip_grad_value_(self._with_grad(), clip_value)
+
+    def _with_grad(self) -> list[Any]:
+        return [p for p in self.engine.gradients.params.values() if p.grad is not None and p.grad.numel()]
+
+    def covers(self, parameters: Any) -> bool:
+        """Whether these are all trainable parameters of this rank."""
+        given = {id(self._new.get(p, p)) for p in parameters}
+        return all(id(p) in given for p in self.engine.gradients.params.values())
+
+    # ---- optimizer and state ---------------------------------------------------------------
+    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let an optimizer step this rank's part: replace parameters that the split replaced, and follow its steps.
+
+        Args:
+            optimizer: Built before or after the split; its state, if any, is kept for what this rank steps.
+        """
+        if id(optimizer) in self._hooked:
+            return
+        if any(p in self._new for group in optimizer.param_groups for p in group["params"]):
+            saved = optimizer.state_dict() if optimizer.state else None
+            optimizer.state.clear()
+            for group in optimizer.param_groups:
+                group["params"] = [self._new.get(p, p) for p in group["params"]]
+            if saved is not None:
+                state.load_optimizer_state(self.engine, optimizer, saved)
+        self._hooked.add(id(optimizer))
+        optimizer.register_step_pre_hook(lambda *_: self.reduce())
+        optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _stepped(self) -> None:
+        with self._guard():
+            self.engine.broadcast_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole model's state on rank 0, meta tensors elsewhere. Collective over all ranks."""
+        with self._guard():
+            self._meet("the model's state")
+            return state.full_state_dict(self.engine)
+
+    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return an optimizer's whole state on rank 0, an empty one elsewhere. Collective over all ranks."""
+        with self._guard():
+            self._meet("the optimizer's state")
+            return state.full_optimizer_state(self.engine, optimizer)
+
+    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+        """Load a whole optimizer state; this rank keeps what it steps."""
+        state.load_optimizer_state(self.engine, optimizer, saved)
+
+    def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Stand in for the module's ``load_state_dict``: the whole model's state; this rank keeps its part."""
+        own = vars(self.engine.root)
+        own["load_state_dict"] = self._load
+        try:
+            missing, unexpected = state.load_state_dict(self.engine, self._with_ties(saved), strict=strict)
+        finally:
+            own["load_state_dict"] = self.load_state_dict
+        return nn.modules.module._IncompatibleKeys(missing, unexpected)
+
+    def _with_ties(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Add the other names of tied weights: Hugging Face files hold one of them."""
+        whole = dict(saved)
+        for entry in self.engine.entries:
+            found = next((saved[name] for name in entry.aliases if name in saved), None)
+            for name in entry.aliases if found is not None else ():
+                whole.setdefault(name, found)
+        return whole
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the model's ``save_pretrained``: rank 0 writes the whole model. Collective over all ranks.
+
+        With ``state_dict=`` (what `state_dict` returned) only rank 0 does anything.
+        """
+        if kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = self.state_dict()
+        if self.engine.rank != 0:
+            return None
+        kwargs["state_dict"] = {k: v for k, v in kwargs["state_dict"].items()}
+        return self._save_pretrained(save_directory, *args, **kwargs)
+
+    def _meet(self, what: str) -> None:
+        """Wait for all ranks before something that all must do, and name those that do not come."""
+        if dist.get_world_size() == 1:
+            return
+        try:
+            dist.monitored_barrier(self.engine.groups.world)
+        except RuntimeError as error:
+            raise HolmesError(
+                seen=f"not all ranks came to collect {what}: {str(error).splitlines()[0][:200]}",
+                where=f"rank {self.engine.rank}",
+                means="every rank holds a part of the model, so every rank must make this call, not the main process"
+                " alone",
+                do="take the call out of `if accelerator.is_main_process:`; only rank 0 writes files anyway",
+            ) from error
+
+
+class _Gradients:
+    """The gradients of one training call, until its loss is differentiated."""
+
+    def __init__(self, mode: CallMode, mine: list[tuple[nn.Parameter, Tensor]], scale: float) -> None:
+        self._mode, self._scale = mode, scale
+        self._mine: list[tuple[nn.Parameter, Tensor]] | None = mine
+
+    def commit(self, grad: Tensor) -> None:
+        """Add them to ``param.grad``, times the gradient of the call's loss."""
+        if self._mine is None:
+            raise HolmesError(
+                seen="backward of one training call for the second time",
+                where="loss.backward()",
+                means="the gradients of a call are handed out once",
+                do="call the model again, or add losses before one backward",
+            )
+        mine, self._mine = self._mine, None
+        factor = grad.detach().float() / (self._scale * self._mode.dp)
+        if mine and (factor.is_cuda or float(factor) != 1.0):
+            torch._foreach_mul_([g for _, g in mine], factor)
+        for param, new in mine:
+            if param.grad is None:
+                param.grad = new
+            else:
+                param.grad.add_(new)
+        self._mode.mark_backward()
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, gradients: _Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.gradients.commit(grad)
+        return None, None, None
+
+
+class _Outputs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, held: Any, *tensors: Tensor) -> Any:
+        ctx.held = held
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        mode, held, floating, count = ctx.held
+        by_index: list[Tensor | None] = [None] * count
+        for index, grad in zip(floating, grads, strict=True):
+            by_index[index] = None if grad is None else grad / mode.dp
+        with mode._guard():
+            held.backward(by_index)
+        mode.mark_backward()
+        return (None, None, *[None] * len(grads))
+
+
+def _positional_names(forward: Callable[..., Any]) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(forward).parameters.values()
+    return [p.name for p in parameters if p.kind in kinds and p.kind is not inspect.Parameter.POSITIONAL_ONLY]
