@@ -25,6 +25,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from text_data import make_once
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -125,8 +126,8 @@ class Instructions(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Make the small model on the spot, where none was given."""
-        if self.small and not (self.model / "model.safetensors").is_file():
-            make_small_model(self.model)
+        if self.small:
+            make_once(self.model, make_small_model)
 
     def setup(self, stage: str) -> None:
         """Tokenize everything once."""

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import shutil
 import sysconfig
+import tempfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import lightning as L
@@ -57,6 +60,23 @@ def build_tokenizer(kind: str, texts: list[str], vocab_size: int) -> PreTrainedT
     return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, bos_token=END, pad_token=END)
 
 
+def make_once(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a folder unless it is there, whole or not at all: several hosts may share the disk and start at once."""
+    if folder.is_dir():
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        write(draft)
+        draft.chmod(0o755)
+        draft.rename(folder)
+    except OSError:
+        if not folder.is_dir():  # otherwise another host was first: the same content
+            raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
 class PackedTokens(Dataset):
     """Sequences of equal length cut from one long row of tokens."""
 
@@ -101,8 +121,9 @@ class TextData(L.LightningDataModule):
 
     def prepare_data(self) -> None:
         """Train the tokenizer and write train.npy and val.npy, unless they are there."""
-        if (self.cache / "val.npy").is_file():
-            return
+        make_once(self.cache, self._write)
+
+    def _write(self, folder: Path) -> None:
         texts = [p.read_text("utf-8", errors="replace") for p in self.files]
         # By file, never inside one: validation text is text that no training sequence touches.
         every = max(2, round(1 / self.val_share))
@@ -111,13 +132,11 @@ class TextData(L.LightningDataModule):
             cut = int(len(texts[0]) * (1 - self.val_share))
             split = {"train": [texts[0][:cut]], "val": [texts[0][cut:]]}
         tokenizer = build_tokenizer(self.kind, sample(split["train"], 4_000_000), self.vocab_size)
-        tokenizer.save_pretrained(self.cache / "tokenizer")
+        tokenizer.save_pretrained(folder / "tokenizer")
         for name, part in split.items():
             rows = tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"]
             flat = np.concatenate([np.array([*row, tokenizer.eos_token_id], dtype=np.uint32) for row in rows])
-            partial = self.cache / f"{name}.part.npy"
-            np.save(partial, flat)
-            partial.rename(self.cache / f"{name}.npy")
+            np.save(folder / f"{name}.npy", flat)
 
     def setup(self, stage: str) -> None:
         """Open the token files."""
