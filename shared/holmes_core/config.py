@@ -18,10 +18,15 @@ from holmes_core.cluster.host import ClusterSpec, expand_ranks
 from holmes_core.cluster.value import Value
 from holmes_core.errors import ConfigError, did_you_mean
 
-__all__ = ["SCHEDULES", "V_SCHEDULES", "ClusterSpec", "HolmesConfig", "normalize_schedule"]
+__all__ = ["HARDWARE_KEYS", "SCHEDULES", "V_SCHEDULES", "ClusterSpec", "HolmesConfig", "normalize_schedule"]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
+
+#: What a cluster may say of its hardware. `holmes plan` reads it (plan/hardware.py); a job finds out for itself.
+HARDWARE_KEYS = (
+    "gpu", "gpus", "memory", "tflops", "speed", "link", "bandwidth", "nics", "nic_rate", "ethernet_rate",
+)  # fmt: skip
 
 _TORCH_NAMES = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
 _STAGES_PER_RANK = {  # schedule -> (smallest, largest, default) number of stages per rank
@@ -320,7 +325,11 @@ def _clusters(value: object) -> tuple[ClusterSpec, ...] | None:
     specs = _sequence("clusters", value, "[{name: a, kind: infiniband, hosts: [n1, n2]}]")
     if specs is None:
         return None
-    return tuple(ClusterSpec.parse(spec, where=f"HolmesConfig.clusters[{index}]") for index, spec in enumerate(specs))
+    plain = [
+        {key: part for key, part in spec.items() if key not in HARDWARE_KEYS} if isinstance(spec, Mapping) else spec
+        for spec in specs
+    ]
+    return tuple(ClusterSpec.parse(spec, where=f"HolmesConfig.clusters[{index}]") for index, spec in enumerate(plain))
 
 
 def _both(first: str, second: str, *, where: str) -> ConfigError:
@@ -360,10 +369,11 @@ def _read_clusters(path: object, origin: str) -> Any:
         _refuse("cluster_file", path, "the path of a yaml file")
     data, lines = _read_yaml(str(path), named_by=origin)
     for key in data:
-        if key != "clusters":
-            hint = did_you_mean(str(key), ["clusters"])
+        if key not in ("clusters", "links"):
+            hint = did_you_mean(str(key), ["clusters", "links"])
             where = f"file {path}, line {lines[str(key)]}"
-            raise ConfigError(seen=f"unknown key {key!r}{hint}", where=where, do="use only the key 'clusters'")
+            do = "use only the keys 'clusters' and 'links'"
+            raise ConfigError(seen=f"unknown key {key!r}{hint}", where=where, do=do)
     if not data.get("clusters"):
         do = "write clusters: [{name: a, kind: infiniband, hosts: [n1, n2]}, ...]"
         raise ConfigError(seen="no key 'clusters'", where=f"file {path}", do=do)

@@ -99,6 +99,7 @@ class BlockProfile(Value):
         forward_flops: Of one sample.
         attention_flops: Those of them that scores and their weighted sum take.
         activation_bytes: Of one sample, kept from its forward to its backward pass.
+        whole_bytes: Those of them that each tensor-parallel rank keeps in full (norms and their results).
         boundary_bytes: Of one sample, handed to the next block; all that is kept where the block is recomputed.
     """
 
@@ -107,6 +108,7 @@ class BlockProfile(Value):
     forward_flops: float
     attention_flops: float
     activation_bytes: int
+    whole_bytes: int
     boundary_bytes: int
 
     @property
@@ -235,18 +237,20 @@ def _block(shape: BlockShape, seq: int, value_bytes: int) -> BlockProfile:
     seen = min(seq, shape.window) if shape.window else seq
     attention = 2.0 * seq * seen * shape.heads * (shape.qk_dim + shape.v_dim)
     multiplied = always + shape.active_experts * matrices * shape.hidden * shape.expert_ffn
+    kept = _kept_per_token(shape, value_bytes)
     return BlockProfile(
         parameters=always + shape.vector_parameters + shape.experts * expert,
         active_parameters=always + shape.vector_parameters + shape.active_experts * expert,
         forward_flops=2.0 * seq * multiplied + attention,
         attention_flops=attention,
-        activation_bytes=seq * _kept_per_token(shape, value_bytes),
+        activation_bytes=seq * sum(kept),
+        whole_bytes=seq * kept[0],
         boundary_bytes=seq * shape.hidden * value_bytes,
     )
 
 
-def _kept_per_token(shape: BlockShape, value_bytes: int) -> int:
-    """Bytes that one token leaves for the backward pass, with an attention kernel that keeps no scores.
+def _kept_per_token(shape: BlockShape, value_bytes: int) -> tuple[int, int]:
+    """Bytes that one token leaves for the backward pass (by norms, by the rest); attention keeps no scores.
 
     Each of the two norms keeps its input and its result, the projections' input (an RMS norm written in Python keeps
     float32, and its result before the weight, too); attention keeps q, k, v and its result; the feed-forward layer
@@ -257,4 +261,4 @@ def _kept_per_token(shape: BlockShape, value_bytes: int) -> int:
     attention = shape.heads * (shape.qk_dim + 2 * shape.v_dim) + shape.kv_heads * (shape.qk_dim + shape.v_dim)
     width = shape.ffn + shape.shared_ffn + shape.active_experts * shape.expert_ffn
     routed = shape.active_experts * shape.hidden  # each visited expert has its own copy of the token
-    return norms + value_bytes * (attention + shape.ffn_kept * width + routed)
+    return norms, value_bytes * (attention + shape.ffn_kept * width + routed)

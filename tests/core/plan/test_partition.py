@@ -13,6 +13,7 @@ from holmes_core.errors import ConfigError
 from holmes_core.plan.partition import (
     check_layers_per_stage,
     equal_partition,
+    fill_stages,
     paper_partition,
     self_adapting_partition,
 )
@@ -122,6 +123,23 @@ def test_self_adapting_partition_is_the_optimum(job: tuple[list[float], list[flo
     assert sum(t * t for t in times(split)) == pytest.approx(even)
 
 
+@given(pipelines())
+@settings(max_examples=200, deadline=None)
+def test_filling_stages_is_as_good_where_blocks_are_alike(
+    job: tuple[list[float], list[float], list[float], list[int]],
+) -> None:
+    costs, speeds, extra, limits = job
+    split = fill_stages(len(costs), [1 / speed for speed in speeds], extra, limits)
+    if split is None:
+        with pytest.raises(ConfigError, match="memory for"):
+            self_adapting_partition([1.0] * len(costs), speeds, extra=extra, max_blocks=limits)
+        return
+    exact = self_adapting_partition([1.0] * len(costs), speeds, extra=extra, max_blocks=limits)
+    slowest = [max(e + n / v for e, n, v in zip(extra, s, speeds, strict=True)) for s in (split, exact)]
+    assert sum(split) == len(costs)
+    assert slowest[0] == pytest.approx(slowest[1])
+
+
 def test_f4_01_equal_speeds_give_a_balanced_split() -> None:
     assert sorted(self_adapting_partition([1.0] * 30, [1.0] * 4)) == [7, 7, 8, 8]
 
@@ -136,7 +154,7 @@ def test_self_adapting_partition_of_unequal_networks() -> None:
     assert self_adapting_partition([1.0] * 48, [197, 160]) == (27, 21)
     # The head of a large vocabulary costs the last stage some blocks; memory moves blocks away from the first.
     assert self_adapting_partition([1.0] * 32, [1.0] * 4, extra=[0, 0, 0, 4]) == (9, 9, 9, 5)
-    assert self_adapting_partition([1.0] * 32, [1.0] * 4, max_blocks=[6, 32, 32, 32]) == (6, 9, 9, 8)
+    assert self_adapting_partition([1.0] * 32, [1.0] * 4, max_blocks=[6, 32, 32, 32]) == (6, 8, 9, 9)
 
 
 def test_self_adapting_partition_refuses_what_does_not_fit() -> None:
