@@ -24,6 +24,7 @@ from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.environment import set_missing
 from holmes_core.runtime.model_facts import model_facts
 from holmes_core.runtime.process_groups import ProcessGroups
+from holmes_core.runtime.reach import check_links
 from holmes_core.runtime.start import Meeting, meet
 from holmes_core.runtime.tensor_parallel import apply_tensor_parallel
 
@@ -131,6 +132,7 @@ def build_engine(
         from holmes_core.report.plan_table import print_plan
 
         print_plan(plan, warnings=meeting.warnings(topology))
+    check_links(plan, meeting.rank)
     groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
     engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)
     engine.split()
