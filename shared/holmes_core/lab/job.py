@@ -173,24 +173,19 @@ class _Job:
     def close(self) -> None:
         """Kill what is left, also what ranks have started and left behind."""
         self._send(signal.SIGKILL)
-        for process in self._running.values():
+        for label, process in list(self._running.items()):
             process.wait()
+            self._last_words(label, process)
         wanted = f"{_MARK}={self._mark}".encode()
         for host in self._hosts:
             for pid in self._lab.processes(host):
                 with suppress(OSError):
                     if wanted in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
                         os.kill(pid, signal.SIGKILL)
-        for key in list(self._selector.get_map().values()):
-            self._read(key.fd, key.data)
         self._selector.close()
 
     def _ended(self, label: str, process: subprocess.Popen[bytes]) -> None:
-        del self._running[label]
-        assert process.stdout is not None
-        self._read(process.stdout.fileno(), label)  # the pipe stays open as long as any child of it lives
-        if self._parts.get(label):
-            self._write(f"{label}| {self._parts.pop(label).decode(errors='replace')}\n")
+        self._last_words(label, process)
         code = process.returncode
         if code == 0 or self.returncode or self._steps:
             return
@@ -199,6 +194,17 @@ class _Job:
         others = f"; the others have {self._grace:g} s to end" if self._running else ""
         self._write(f"holmes lab: {label} failed ({how}){others}\n")
         self.end(self._grace, signal.SIGTERM)
+
+    def _last_words(self, label: str, process: subprocess.Popen[bytes]) -> None:
+        """Pass on the rest of an ended process's output: its pipe stays open as long as any child of it lives."""
+        del self._running[label]
+        assert process.stdout is not None
+        self._read(process.stdout.fileno(), label)
+        if self._parts.get(label):
+            self._write(f"{label}| {self._parts.pop(label).decode(errors='replace')}\n")
+        with suppress(KeyError):
+            self._selector.unregister(process.stdout)
+        process.stdout.close()
 
     def _read(self, fd: int, label: str) -> bool:
         """Pass on what a process has written; False at the end of its output."""
