@@ -19,7 +19,7 @@ from holmes_accelerate.checkpoints import CheckpointHooks
 from holmes_accelerate.collectives import CollectiveHooks
 from holmes_accelerate.loaders import share_batches
 from holmes_accelerate.plugin import take_plugin
-from holmes_accelerate.process import MEETING, enter, on_cpu
+from holmes_accelerate.process import enter, on_cpu
 from holmes_accelerate.wrappers import HolmesOptimizer, HolmesScheduler
 from holmes_core.config import HolmesConfig
 from holmes_core.plan.grid import make_grid
@@ -68,7 +68,6 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         )
         self._replicas, self._replica = self._layout.dp, grid.coordinates(meeting.rank).dp
         super().__init__(*args, **kwargs)
-        PartialState._shared_state[MEETING] = meeting
         self._meeting = meeting
         refusals.refuse_settings(self)
         self.dataloader_config.dispatch_batches = False  # Accelerate would dispatch over processes, not replicas

@@ -17,10 +17,10 @@ from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.runtime.start import Meeting, join, meet
 
-__all__ = ["MEETING", "enter", "on_cpu"]
+__all__ = ["enter", "on_cpu"]
 
-#: Key in Accelerate's own shared state: what is known of the job lives, and is reset, with it.
-MEETING = "_holmes_meeting"
+#: Attribute of Accelerate's PartialState, the class: its shared state is pickled with TrainingArguments.
+_MEETING = "_holmes_meeting"
 
 
 def on_cpu() -> bool:
@@ -38,7 +38,7 @@ def enter(*, cpu: bool, config: HolmesConfig | None = None) -> Meeting:
     Raises:
         HolmesError: Ranks, networks or environment do not fit; see `holmes_core.runtime.start`.
     """
-    known = PartialState._shared_state.get(MEETING)
+    known: Meeting | None = getattr(PartialState, _MEETING, None)
     if known is not None and dist.is_initialized():
         return known
     if config is None:
@@ -57,4 +57,5 @@ def enter(*, cpu: bool, config: HolmesConfig | None = None) -> Meeting:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     meeting = meet(rank=rank, world_size=world, timeout=config.timeout)
     join(meeting, config=config, device_type="cuda" if use_cuda else "cpu")
+    setattr(PartialState, _MEETING, meeting)
     return meeting

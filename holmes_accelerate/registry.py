@@ -76,14 +76,12 @@ def patch_state(module: ModuleType) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
-        from holmes_accelerate.process import MEETING, enter, on_cpu
+        from holmes_accelerate.process import enter, on_cpu
 
         cpu = cpu or on_cpu()
-        first = not cls._shared_state
-        meeting = enter(cpu=cpu) if first else None
+        if not cls._shared_state:
+            enter(cpu=cpu)
         init(self, cpu, **kwargs)
-        if first:  # not earlier: a shared state that is not empty counts as made
-            cls._shared_state[MEETING] = meeting
 
     cls.__init__ = __init__
 

@@ -66,6 +66,7 @@ def main() -> None:
     parser.add_argument("--order", default="model,optimizer,train,eval,scheduler")
     parser.add_argument("--separately", action="store_true")
     parser.add_argument("--unpadded", action="store_true")
+    parser.add_argument("--in_order", action="store_true")
     parser.add_argument("--save_at", type=int, default=-1)
     parser.add_argument("--resume", type=Path, default=None)
     parser.add_argument("--config", default=None)  # a script's own option of the launcher's name
@@ -76,17 +77,19 @@ def main() -> None:
     )
     set_seed(7)
     model = make_model(args.model, args.layers)
-    batch = args.batch if os.environ.get("HOLMES_CONFIG") else args.batch * int(os.environ.get("REPLICAS", "1"))
-    train = DataLoader(Rows(args.rows, 1, not args.unpadded), batch_size=batch, shuffle=True)
+    # A plain process that stands for several replicas takes their batches at once, and as many scheduler steps.
+    replicas = 1 if os.environ.get("HOLMES_CONFIG") else int(os.environ.get("REPLICAS", "1"))
+    batch = args.batch * replicas
+    train = DataLoader(Rows(args.rows, 1, not args.unpadded), batch_size=batch, shuffle=not args.in_order)
     evaluation = DataLoader(Rows(11, 2, True), batch_size=args.batch)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
     ]
     made = torch.optim.SGD(groups, lr=0.2) if args.optimizer == "sgd" else torch.optim.AdamW(groups, lr=1e-3)
-    steps = args.epochs * len(train) // args.accumulate
+    steps = args.epochs * -(-args.rows // args.batch) // args.accumulate
     objects = {"model": model, "optimizer": made, "train": train, "eval": evaluation}
-    objects["scheduler"] = get_linear_schedule_with_warmup(made, 2, steps * int(os.environ.get("REPLICAS", "1")))
+    objects["scheduler"] = get_linear_schedule_with_warmup(made, 2, steps)
     order = args.order.split(",")
     if args.separately:
         ready = {name: accelerator.prepare(objects[name]) for name in order}
@@ -116,7 +119,8 @@ def main() -> None:
             elif args.clip:
                 record["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), args.clip)))
         optimizer.step()
-        scheduler.step()
+        for _ in range(replicas):
+            scheduler.step()
         optimizer.zero_grad()
         record["rates"].append(scheduler.get_last_lr()[0])
 

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers.Trainer, unmodified, against one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.farm import Farm
+
+SCRIPT = "tests.accelerate.scenarios:script"
+PP2 = {"pp": 2, "num_microbatches": 2}
+
+
+def holmes(farm: Farm, config: dict[str, Any], *words: str, **arguments: Any) -> list[dict[str, Any]]:
+    world = config.get("pp", 1) * config.get("dp", 1) * config.get("tp", 1)
+    return farm.run(SCRIPT, world=world, config=config, name="trainer.py", words=list(words), **arguments).values
+
+
+def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], *, rel: float = 1e-5) -> None:
+    for rank in found:
+        assert len(rank["logs"]) == len(expected["logs"])
+        for mine, other in zip(rank["logs"], expected["logs"], strict=True):
+            assert mine == pytest.approx(other, rel=20 * rel)
+            assert mine.get("loss", 0.0) == pytest.approx(other.get("loss", 0.0), rel=rel, abs=1e-4)  # logged rounded
+        assert rank["global_step"] == expected["global_step"]
+        assert rank["best"] == expected["best"]
+    assert set(found[0]["weights"]) == set(expected["weights"])
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found[0]["weights"][name], value, rtol=0, atol=rel, msg=name)
+
+
+BEST = ["save_strategy=\"epoch\"", "load_best_model_at_end=true", "metric_for_best_model=\"eval_loss\""]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["--model", "llama", "--set", "label_smoothing_factor=0.1"],
+        ["--set", *BEST, "greater_is_better=true", "optim=\"adamw_torch_fused\"", "learning_rate=0.0001"],
+        ["--lora", "--model", "llama", "--set", "learning_rate=0.5"],
+    ],
+    ids=["plain", "label-smoothing", "best-model", "lora"],
+)
+def test_same_as_one_process(farm: Farm, plain: Callable[..., dict[str, Any]], words: list[str]) -> None:
+    assert_same(holmes(farm, PP2, *words), plain("trainer.py", *words))
