@@ -102,6 +102,12 @@ def _config(words: list[str]) -> int:
     return config(words)
 
 
+def _doctor(words: list[str]) -> int:
+    from holmes_core.doctor.command import main as doctor
+
+    return doctor(words)
+
+
 def _version(words: list[str]) -> int:
     argparse.ArgumentParser(prog="holmes version", description="Print the versions that matter.").parse_args(words)
     from importlib.metadata import PackageNotFoundError, version
@@ -132,10 +138,11 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "convert": ("write a Lightning checkpoint as a Hugging Face model directory", _convert),
     "launch": ("start an Accelerate script on this machine, by its holmes.yaml", _launch),
     "config": ("write a holmes.yaml for `accelerate launch` and `holmes launch`", _config),
+    "doctor": ("what is wrong: with this host, with other hosts, or by the logs of a job", _doctor),
     "lab": ("clusters with unequal networks on this Linux machine, to try things in", _lab),
     "version": ("print the versions that matter", _version),
 }
-_LATER = ("detect", "probe", "plan", "simulate", "doctor")
+_LATER = ("detect", "probe", "plan", "simulate")
 
 if __name__ == "__main__":
     sys.exit(main())
