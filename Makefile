@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target works on a fresh machine: it makes .venv with the tested versions first, and again when they change.
-#   make demo | test | test-all | test-latest | lint | bench | clean          PYTHON=python3.12 make test: another Python
+#   make demo | demo-lab | test | test-all | test-latest | lint | bench | clean      PYTHON=python3.12 make test: another Python
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,11 +12,15 @@ ARGS   ?=
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo test test-all test-latest lint bench clean
+.PHONY: demo demo-lab test test-all test-latest lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp
 	@$(BIN)/python recipes/lightning/pretrain_gpt.py --demo $(ARGS)
+
+# Two clusters on this machine, from network namespaces: needs root (sudo make demo-lab) and iproute2.
+demo-lab: $(VENV)/.stamp
+	@$(BIN)/python recipes/lab/demo.py $(ARGS)
 
 test: $(VENV)/.stamp
 	@$(BIN)/python -m pytest -q $(ARGS)
