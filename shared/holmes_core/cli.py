@@ -90,6 +90,18 @@ def _lab(words: list[str]) -> int:
     return lab(words)
 
 
+def _detect(words: list[str]) -> int:
+    from holmes_core.detect_command import main as detect
+
+    return detect(words)
+
+
+def _topology(words: list[str]) -> int:
+    from holmes_core.topology_command import main as topology
+
+    return topology(words)
+
+
 def _launch(words: list[str]) -> int:
     from holmes_accelerate.launcher import launch
 
@@ -138,11 +150,13 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "convert": ("write a Lightning checkpoint as a Hugging Face model directory", _convert),
     "launch": ("start an Accelerate script on this machine, by its holmes.yaml", _launch),
     "config": ("write a holmes.yaml for `accelerate launch` and `holmes launch`", _config),
+    "detect": ("what this host's networks are, and what a job can use of them", _detect),
+    "topology": ("the clusters of a job: who shares a fabric with whom, and why", _topology),
     "doctor": ("what is wrong: with this host, with other hosts, or by the logs of a job", _doctor),
     "lab": ("clusters with unequal networks on this Linux machine, to try things in", _lab),
     "version": ("print the versions that matter", _version),
 }
-_LATER = ("detect", "probe", "plan", "simulate")
+_LATER = ("probe", "plan", "simulate")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,7 +11,7 @@ from holmes_core.cluster.host import ClusterSpec
 from holmes_core.cluster.nic import RDMA_KINDS, Inventory, Nic
 from holmes_core.errors import ConfigError
 
-__all__ = ["DEFAULT_PREFIX", "FABRIC_VARIABLE", "fabric_warnings", "group_hosts"]
+__all__ = ["DEFAULT_PREFIX", "FABRIC_VARIABLE", "fabric_warnings", "group_hosts", "job_warnings"]
 
 #: What InfiniBand ports carry until somebody configures the subnet manager: equal on fabrics that are not joined.
 DEFAULT_PREFIX = "fe80:0000:0000:0000"
@@ -111,6 +111,21 @@ def fabric_warnings(inventories: Sequence[Inventory], clusters: Sequence[Cluster
             found += _partial_subnets(cluster, members)
     found += _apart(clusters, by_name)
     return tuple(dict.fromkeys(found))
+
+
+def job_warnings(inventories: Sequence[Inventory], clusters: Sequence[ClusterSpec]) -> tuple[str, ...]:
+    """Return ``fabric_warnings`` and what each host warns of for itself, without saying the same thing twice."""
+    grouped = fabric_warnings(inventories, clusters)
+    own = [
+        f"{inventory.host}: {text}"
+        for inventory in inventories
+        for text in inventory.warnings
+        if not (
+            text.startswith(("degraded:", "RDMA hardware that cannot be used"))
+            and any(line.startswith(f"{inventory.host} ") for line in grouped)
+        )
+    ]
+    return (*grouped, *own)
 
 
 def _check_names(inventories: Sequence[Inventory], fabrics: Mapping[str, str]) -> None:

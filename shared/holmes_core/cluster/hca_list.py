@@ -193,12 +193,14 @@ def lint_interfaces(value: str, inventory: Inventory, *, several_hosts: bool = T
 def exact_hcas(inventory: Inventory) -> str:
     """Return the value of NCCL_IB_HCA that selects a host's rails and nothing else: ``=mlx5_0,mlx5_1``.
 
-    Empty where NCCL's IB transport has nothing to use: Ethernet hosts, and kinds that need a plugin.
+    Empty where NCCL's IB transport has nothing to use (Ethernet hosts, kinds that need a plugin) and where only PCI
+    addresses are known of the rails.
     """
-    if inventory.kind not in ("infiniband", "roce", "omnipath") or not inventory.rail_nics:
+    nics = inventory.rail_nics
+    if inventory.kind not in ("infiniband", "roce", "omnipath") or any(":" in nic.device for nic in nics) or not nics:
         return ""
     several = {nic.device for nic in inventory.nics if nic.kind in RDMA_KINDS and nic.port != 1}
-    words = [f"{nic.device}:{nic.port}" if nic.device in several else nic.device for nic in inventory.rail_nics]
+    words = [f"{nic.device}:{nic.port}" if nic.device in several else nic.device for nic in nics]
     return "=" + ",".join(dict.fromkeys(words))
 
 

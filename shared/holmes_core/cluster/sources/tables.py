@@ -57,6 +57,8 @@ def read_topo_matrix(text: str) -> HostFacts:
             end = next((i for i, word in enumerate(words) if word in ("CPU", "NUMA")), len(words))
             columns = words[:end]
             nics = [name for name in columns if not re.fullmatch(r"GPU\d+", name)]
+            if any(re.fullmatch(r"NIC\d+", legend.get(name, name)) for name in nics):
+                found.warnings.append("NIC0, NIC1, ... are nvidia-smi's numbers: add the NIC Legend below its matrix")
             found.ports = [PortFacts(device=legend.get(name, name), card=legend.get(name, name)) for name in nics]
         elif columns and re.fullmatch(r"GPU\d+", words[0] if words else ""):
             cells = words[1 : 1 + len(columns)]
