@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,7 +47,9 @@ class CheckpointHooks(_Base):
         if isinstance(model, _Collected):
             return model.state
         mode = of_model(model)
-        return super().get_state_dict(model, unwrap=unwrap) if mode is None else mode.state_dict()
+        if mode is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        return OrderedDict(mode.state_dict())  # Accelerate takes tied weights out of an OrderedDict only
 
     def save_model(
         self, model: Any, save_directory: Any, max_shard_size: Any = "10GB", safe_serialization: bool = True
