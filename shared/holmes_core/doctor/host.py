@@ -6,6 +6,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 
 from holmes_core.cluster.gid import gid_ip
 from holmes_core.cluster.hca_list import exact_hcas, lint_hcas, lint_interfaces
@@ -163,6 +164,8 @@ def _lists(inventory: Inventory, where: tuple[str, ...], *, several_hosts: bool)
     value = variables.get("NCCL_SOCKET_IFNAME", "")
     if value:
         found = lint_interfaces(value, inventory, several_hosts=several_hosts)
+        if found.selected and all(text.endswith("names no device") for text in found.problems):
+            found = replace(found, problems=())  # a list for several hosts: the other names are theirs
         yield from _lint(
             "NCCL_SOCKET_IFNAME", "interface-list", found.problems, found.suggestion, found.selected, where
         )

@@ -25,6 +25,15 @@ NCCL_FAMILIES = (
         ),
     ),
     Family(
+        # A script or a dump of the environment in the log: nothing before the name but a shell's or launcher's word.
+        name="env",
+        words=("NCCL_", "GLOO_"),
+        pattern=re.compile(
+            r"^[\s+]*(?:export |declare -x |-x |-e |--env[ =])?(?P<name>(?:NCCL|GLOO)_[A-Z0-9_]+)="
+            r"[\"']?(?P<value>[^\s\"']+)[\"']?\s*$"
+        ),
+    ),
+    Family(
         name="version",
         words=("CCL version",),
         pattern=re.compile(r"\b[NR]CCL version:? (?P<version>\d+\.\d+(?:\.\d+)*)"),

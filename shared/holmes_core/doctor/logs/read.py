@@ -24,6 +24,9 @@ _EXCEPTION = re.compile(
     r"^(?:\[[^\]]{1,40}\]:?\s?|\([^)]{1,60}\) |[\w.-]{1,60} \| |\d{1,6}: ){0,3}"
     r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception|Interrupt|Exit|Failure))(?:: ?(?P<text>.*))?$"
 )
+# "  rank      : 2 (local_rank: 0)" and "  exitcode  : -9 (pid: "
+"11)" of torch/distributed/elastic/multiprocessing/errors.
+_FAILURE = re.compile(r"\b(?P<key>host|rank|exitcode)\s+: (?P<value>\S+)(?P<pid> \(pid: \d+\))?")
 _MOST_UNKNOWN = 1000
 _MOST_PER_FAMILY = 20000  # a log of a job that retries for a night says the same a million times
 
@@ -109,15 +112,15 @@ class _Blocks:
         if "Root Cause (first observed failure)" in line.text:
             self._root = True
             return
-        found = re.search(r"\b(host|rank|exitcode)\s+: (\S+)", line.text)
+        found = _FAILURE.search(line.text)
         if found is None:
             return
-        key, value = found[1], found[2]
+        key, value = found["key"], found["value"]
         if key == "host":
             self._host = value
         elif key == "rank" and value.isdecimal() and len(value) < 8:
             self._rank = int(value)
-        elif key == "exitcode" and re.fullmatch(r"-?\d{1,6}", value):
+        elif key == "exitcode" and found["pid"] and re.fullmatch(r"-?[1-9]\d{0,5}", value):
             where = replace(line, host=self._host, rank=self._rank)
             yield Event(name="exit", line=where, fields={"code": value, **({"root": "yes"} if self._root else {})})
             self._host, self._rank, self._root = "", None, False

@@ -10,6 +10,7 @@ from holmes_core.cluster.hca_list import NameList
 from holmes_core.doctor.finding import Finding
 from holmes_core.doctor.logs.event import Event
 from holmes_core.doctor.logs.parts import Case, Device, devices
+from holmes_core.errors import did_you_mean
 
 __all__ = ["device_findings"]
 
@@ -35,6 +36,7 @@ def device_findings(case: Case) -> Iterator[Finding]:
     yield from _mixed(case, chosen)
     yield from _kinds_differ(case, chosen)
     yield from _counts_differ(case, chosen)
+    yield from _modifiers(case, chosen)
     yield from _list(case, chosen)
 
 
@@ -164,6 +166,30 @@ def _channels(case: Case, chosen: list[_Selection]) -> Iterator[str]:
         yield f"; channels {', '.join(dict.fromkeys(channels))} of rank {rank} use {device}, which {hosts} lacks"
 
 
+def _modifiers(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
+    """A modifier after the first name: wrong whatever the devices are."""
+    seen = set()
+    for event in case.log.of("env"):
+        name, value = event.get("name"), event.get("value")
+        words = value.lstrip("^=").split(",")
+        if name not in ("NCCL_IB_HCA", "NCCL_SOCKET_IFNAME") or (name, value) in seen:
+            continue
+        seen.add((name, value))
+        if any(word.startswith(("^", "=")) for word in words):
+            clean = value[: len(value) - len(value.lstrip("^="))] + ",".join(word.lstrip("^=") for word in words)
+            used = next((one for one in chosen if one.host == event.line.host and name == "NCCL_IB_HCA"), None)
+            yield Finding(
+                id="hca-list-modifier" if name == "NCCL_IB_HCA" else "interface-list-modifier",
+                severity="error",
+                seen=f"{name}={value}" + (f"; in use are {', '.join(used.names)}" if used else ""),
+                means="'^' and '=' are read once, at the beginning; a later '^=name' is taken as a name and matches "
+                "nothing, so that device stays in use",
+                do=f"write {name}='{clean}'",
+                where=case.log.where(event, *([used.event] if used else [])),
+                likelihood=90,
+            )
+
+
 def _list(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
     """What NCCL_IB_HCA says against what was selected."""
     for one in chosen:
@@ -172,19 +198,7 @@ def _list(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
             continue
         value, event = setting
         words = [word.split(":")[0] for word in value.lstrip("^=").split(",") if word]
-        if any(word.startswith(("^", "=")) for word in words):
-            clean = value[: len(value) - len(value.lstrip("^="))] + ",".join(word.lstrip("^=") for word in words)
-            yield Finding(
-                id="hca-list-modifier",
-                severity="error",
-                seen=f"NCCL_IB_HCA={value}; in use are {', '.join(one.names)}",
-                means="'^' and '=' are read once, at the beginning; a later '^=name' is taken as a name and matches "
-                "nothing",
-                do=f"write NCCL_IB_HCA='{clean}'",
-                where=case.log.where(event, one.event),
-                likelihood=90,
-            )
-        elif not value.startswith(("^", "=")):
+        if not value.startswith(("^", "=")):
             more = [name for name in one.names if name not in words and NameList.parse(value).selects(name)]
             if more and any(name in words for name in one.names):
                 yield Finding(
@@ -197,12 +211,13 @@ def _list(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
                     likelihood=82,
                 )
         elif value.startswith("="):
-            lost = [word for word in words if word and word not in one.names]
+            lost = [word for word in words if word and word not in one.names and not word.startswith(("^", "="))]
             if lost:
                 yield Finding(
                     id="hca-list-unused",
                     severity="warning",
-                    seen=f"NCCL_IB_HCA={value} names {', '.join(lost)}, which host {one.host or '?'} does not use",
+                    seen=f"NCCL_IB_HCA={value} names {', '.join(lost)}, which host {one.host or '?'} does not use"
+                    + did_you_mean(lost[0], one.names),
                     means="the device is not there, not active or cannot be opened, or the name is another host's (or "
                     "a typo)",
                     do="compare with `ibstat` on this host; give each host its own list",
