@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Public cases of real jobs, where HOLMES_CASES names the folder that holds them: the first finding is the right one."""
+"""Public cases of real jobs, where HOLMES_CASES names the folder that holds them: each gets the right diagnosis."""
 
 from __future__ import annotations
 

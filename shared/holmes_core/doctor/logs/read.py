@@ -24,8 +24,8 @@ _EXCEPTION = re.compile(
     r"^(?:\[[^\]]{1,40}\]:?\s?|\([^)]{1,60}\) |[\w.-]{1,60} \| |\d{1,6}: ){0,3}"
     r"(?P<type>[A-Za-z_][\w.]{0,120}(?:Error|Exception|Interrupt|Exit|Failure))(?:: ?(?P<text>.*))?$"
 )
-# "  rank      : 2 (local_rank: 0)" and "  exitcode  : -9 (pid: "
-"11)" of torch/distributed/elastic/multiprocessing/errors.
+# "  rank      : 2 (local_rank: 0)" and "  exitcode  : -9 (pid: 11)"
+# of torch/distributed/elastic/multiprocessing/errors.
 _FAILURE = re.compile(r"\b(?P<key>host|rank|exitcode)\s+: (?P<value>\S+)(?P<pid> \(pid: \d+\))?")
 _MOST_UNKNOWN = 1000
 _MOST_PER_FAMILY = 20000  # a log of a job that retries for a night says the same a million times
