@@ -10,28 +10,16 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 
+from holmes_core.cluster.hca_list import NameList, exact_hcas, lint_hcas, lint_interfaces
 from holmes_core.cluster.nic import RDMA_KINDS, Inventory
 from holmes_core.errors import ConfigError
 from holmes_core.plan.plan import Plan
 
-__all__ = ["check_environment", "check_plan_environment", "nccl_variables", "selects"]
+__all__ = ["check_environment", "check_plan_environment", "environment_warnings", "nccl_variables"]
 
 # Every member of a communicator must agree on these.
 _SAME_EVERYWHERE = ("NCCL_NET", "NCCL_IB_DISABLE", "NCCL_NET_PLUGIN", "NCCL_SOCKET_FAMILY", "NCCL_PROTO", "NCCL_ALGO")
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-
-
-def selects(value: str, name: str) -> bool:
-    """Whether an NCCL list (``=eth0,eth1``, ``^docker``, ``ib``) selects a name.
-
-    One optional ``^`` (all but these), then one optional ``=`` (exact names, else prefixes), once, at the beginning.
-    """
-    exclude = value.startswith("^")
-    rest = value.removeprefix("^")
-    exact = rest.startswith("=")
-    words = [word for word in rest.removeprefix("=").split(",") if word]
-    hit = any(name == word if exact else name.startswith(word) for word in words)
-    return hit != exclude
 
 
 def nccl_variables(plan: Plan, rank: int) -> dict[str, str]:
@@ -52,12 +40,9 @@ def nccl_variables(plan: Plan, rank: int) -> dict[str, str]:
     nets = {group.transport.net for group in groups}
     found: dict[str, str] = {}
     # With IB in none of its groups a process may still probe the devices; what it must not do is mix link types.
-    if inventory.rails and inventory.kind in ("infiniband", "roce"):
-        ports = inventory.rail_nics
-        several = {nic.device for nic in inventory.nics if nic.kind in RDMA_KINDS and nic.port != 1}
-        names = [f"{nic.device}:{nic.port}" if nic.device in several else nic.device for nic in ports]
-        found["NCCL_IB_HCA"] = "=" + ",".join(dict.fromkeys(names))
-        indices = {nic.gid_index for nic in ports}
+    if inventory.kind in ("infiniband", "roce") and (devices := exact_hcas(inventory)):
+        found["NCCL_IB_HCA"] = devices
+        indices = {nic.gid_index for nic in inventory.rail_nics}
         if inventory.kind == "roce" and len(indices) == 1 and None not in indices:
             found["NCCL_IB_GID_INDEX"] = str(indices.pop())
     if "OFI" in nets:
@@ -126,6 +111,8 @@ def check_plan_environment(plan: Plan, inventories: Sequence[Inventory]) -> None
                     f"({transport.reason}), and NCCL_NET overrides the network of every communicator",
                     "unset NCCL_NET: each group then gets the network that its members share",
                 )
+            if transport.net == "IB" and seen.get("NCCL_IB_HCA"):
+                _check_hcas(seen["NCCL_IB_HCA"], rank, inventories[rank], group.name)
             disabled = seen.get("NCCL_IB_DISABLE", "")
             if disabled not in ("", "0") and transport.net == "IB":
                 _refuse(
@@ -139,6 +126,40 @@ def check_plan_environment(plan: Plan, inventories: Sequence[Inventory]) -> None
                 )
 
 
+def _check_hcas(value: str, rank: int, inventory: Inventory, group: str) -> None:
+    parsed = NameList.parse(value)
+    chosen = [nic for nic in inventory.nics if nic.kind in RDMA_KINDS and parsed.selects(nic.device, nic.port)]
+    kinds = sorted({nic.kind for nic in chosen if nic.usable})
+    if len(kinds) == 1 or not inventory.rails:
+        return
+    means = (
+        f"it selects ports of kinds {', '.join(kinds)}, which cannot meet in one communicator"
+        if kinds
+        else f"it leaves no usable port, and group {group} was to use one"
+    )
+    right = exact_hcas(inventory)
+    do = "unset NCCL_IB_HCA: each host then gets the exact list of its rails" + (f", here {right}" if right else "")
+    _refuse("NCCL_IB_HCA", value, rank, inventory, means, do)
+
+
+def environment_warnings(inventories: Sequence[Inventory]) -> tuple[str, ...]:
+    """Say what is odd, but not impossible, about lists of devices and interfaces that a user has set for NCCL."""
+    found: dict[str, None] = {}
+    several = len({inventory.host for inventory in inventories}) > 1
+    for inventory in inventories:
+        seen = dict(inventory.environment)
+        lints = []
+        if seen.get("NCCL_IB_HCA"):
+            lints.append(lint_hcas(seen["NCCL_IB_HCA"], inventory))
+        if seen.get("NCCL_SOCKET_IFNAME"):
+            lints.append(lint_interfaces(seen["NCCL_SOCKET_IFNAME"], inventory, several_hosts=several))
+        for lint in lints:
+            for problem in lint.problems:
+                better = f" (better: {lint.suggestion})" if lint.suggestion else ""
+                found[f"{inventory.host}: {problem}{better}"] = None
+    return tuple(found)
+
+
 def _refuse(name: str, value: str, rank: int, inventory: Inventory, means: str, do: str) -> None:
     raise ConfigError(
         seen=f"{name}={value} is set", where=f"environment of rank {rank} on host {inventory.host}", means=means, do=do
@@ -150,7 +171,7 @@ def _check_interface(name: str, value: str, rank: int, inventory: Inventory, *, 
     chosen = [
         nic
         for nic in inventory.nics
-        if nic.netdev and (nic.netdev in value.split(",") if exact else selects(value, nic.netdev))
+        if nic.netdev and (nic.netdev in value.split(",") if exact else NameList.parse(value).selects(nic.netdev))
     ]
     good = [nic.netdev for nic in inventory.nics if nic.usable and nic.netdev and nic.addresses]
     fix = f"unset {name} (Holmes then uses {inventory.ethernet or 'what the hosts share'}), or name one of: " + (
@@ -193,7 +214,7 @@ def _check_partly_set(name: str, inventories: Sequence[Inventory], variables: Se
         mine = [
             nic
             for nic in inventory.nics
-            if nic.netdev and nic.addresses and selects("=" + value.lstrip("="), nic.netdev)
+            if nic.netdev and nic.addresses and NameList.parse("=" + value.lstrip("=")).selects(nic.netdev)
         ]
         if mine and networks and not set(_networks([inventory], {nic.netdev for nic in mine})) & networks:
             names = ", ".join(list(without)[:4])

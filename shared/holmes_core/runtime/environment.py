@@ -12,13 +12,45 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["gloo_interface", "set_missing"]
+from holmes_core.errors import HolmesError
+
+__all__ = ["gloo_interface", "require_ofi_plugin", "set_missing"]
 
 _GLOO = "GLOO_SOCKET_IFNAME"
+
+
+def require_ofi_plugin(host: str, load: Callable[[str], object] = ctypes.CDLL) -> None:
+    """Refuse to start where NCCL's libfabric plugin cannot be loaded: NCCL itself would fall back to sockets silently.
+
+    Args:
+        host: This host, for the message.
+        load: Loads a shared library or raises OSError.
+
+    Raises:
+        HolmesError: None of the plugin's names can be loaded.
+    """
+    named = os.environ.get("NCCL_NET_PLUGIN", "ofi")
+    names = [named] if "/" in named or named.endswith(".so") else [f"libnccl-net-{named}.so", "libnccl-net.so"]
+    failures = []
+    for name in names:
+        try:
+            load(name)
+            return
+        except OSError as error:
+            failures.append(str(error))
+    raise HolmesError(
+        seen=f"NCCL's libfabric plugin cannot be loaded: {'; '.join(failures)}",
+        where=f"host {host}",
+        means="EFA, Slingshot and Omni-Path are reached through it only; without it NCCL would use slow sockets "
+        "and not say so",
+        do="install aws-ofi-nccl for this NCCL and put its folder into LD_LIBRARY_PATH, or name the library with "
+        "NCCL_NET_PLUGIN; to train over Ethernet on purpose declare the cluster with kind: ethernet",
+    )
 
 
 @contextmanager

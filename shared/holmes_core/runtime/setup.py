@@ -21,11 +21,11 @@ from holmes_core.plan.layout import ModelFacts, choose_layout
 from holmes_core.plan.plan import Plan, make_plan
 from holmes_core.runtime.chain import Chain, find_chain
 from holmes_core.runtime.engine import Engine
-from holmes_core.runtime.environment import set_missing
+from holmes_core.runtime.environment import require_ofi_plugin, set_missing
 from holmes_core.runtime.model_facts import model_facts
 from holmes_core.runtime.process_groups import ProcessGroups
 from holmes_core.runtime.reach import check_links
-from holmes_core.runtime.start import Meeting, meet
+from holmes_core.runtime.start import Meeting, host_name, meet
 from holmes_core.runtime.tensor_parallel import apply_tensor_parallel
 
 __all__ = ["build_engine", "check_degrees", "share_random_state"]
@@ -126,12 +126,14 @@ def build_engine(
     chain, plan = _plan(config, root, topology, device.type)
     if device.type == "cuda":
         check_plan_environment(plan, meeting.inventories)
+        if any(group.transport.net == "OFI" for group in plan.groups_of(meeting.rank)):
+            require_ofi_plugin(host_name())
         set_missing(nccl_variables(plan, meeting.rank))
     _same_weights(root)
     if config.print_plan and dist.get_rank() == 0:
         from holmes_core.report.plan_table import print_plan
 
-        print_plan(plan, warnings=meeting.warnings(topology))
+        print_plan(plan, warnings=meeting.warnings(topology, device.type))
     check_links(plan, meeting.rank)
     groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
     engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)

@@ -21,12 +21,13 @@ from torch.distributed.rendezvous import rendezvous
 from holmes_core.cluster.detect import detect_host
 from holmes_core.cluster.exchange import exchange, say
 from holmes_core.cluster.fabric import fabric_warnings
+from holmes_core.cluster.hca_list import NameList
 from holmes_core.cluster.host import ClusterSpec
 from holmes_core.cluster.nic import Inventory
 from holmes_core.cluster.topology import Topology, build_topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import HolmesError
-from holmes_core.plan.environment import check_environment, selects
+from holmes_core.plan.environment import check_environment, environment_warnings
 from holmes_core.plan.network import ethernet_interfaces
 from holmes_core.plan.transport import LOOPBACK
 from holmes_core.runtime.environment import gloo_interface
@@ -53,7 +54,7 @@ class Meeting:
     inventories: tuple[Inventory, ...]
     store: Any = None
 
-    def warnings(self, topology: Topology) -> tuple[str, ...]:
+    def warnings(self, topology: Topology, device_type: str) -> tuple[str, ...]:
         """Return what a person should know about the hosts and how they were grouped, one sentence each."""
         hosts = list({inventory.host: inventory for inventory in self.inventories}.values())
         specs = [
@@ -61,7 +62,8 @@ class Meeting:
             for c in topology.clusters
         ]
         own = [f"{inventory.host}: {text}" for inventory in hosts for text in inventory.warnings]
-        return (*fabric_warnings(hosts, specs), *own)
+        nccl = environment_warnings(self.inventories) if device_type == "cuda" else ()
+        return (*fabric_warnings(hosts, specs), *own, *nccl)
 
     def topology(self, config: HolmesConfig) -> Topology:
         """Return where every rank runs: declared clusters, else hosts grouped by fabric.
@@ -101,7 +103,8 @@ def meet(*, rank: int, world_size: int, timeout: float, env: Mapping[str, str] |
 def _as_named_by_user(inventory: Inventory, env: Mapping[str, str]) -> Inventory:
     """The interface a user has named for sockets is the one between clusters; that it exists is checked later."""
     named = env.get("GLOO_SOCKET_IFNAME") or env.get("NCCL_SOCKET_IFNAME", "")
-    fits = [nic.netdev for nic in inventory.nics if nic.netdev and nic.addresses and selects(named, nic.netdev)]
+    wanted = NameList.parse(named)
+    fits = [nic.netdev for nic in inventory.nics if nic.netdev and nic.addresses and wanted.selects(nic.netdev)]
     return replace(inventory, ethernet=fits[0]) if named and fits and inventory.ethernet not in fits else inventory
 
 

@@ -10,7 +10,7 @@ import pytest
 from holmes_core.cluster.nic import Inventory
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
-from holmes_core.plan.environment import check_environment, check_plan_environment, nccl_variables, selects
+from holmes_core.plan.environment import check_environment, check_plan_environment, environment_warnings, nccl_variables
 from holmes_core.plan.layout import ModelFacts
 from holmes_core.plan.plan import Plan, make_plan
 from tests.core.plan.networks import by_rank, ethernet, inventory, rail, topology, two_by_two
@@ -26,22 +26,6 @@ def with_env(inventories: list[Inventory], **per_rank: dict[str, str]) -> list[I
         rank = int(key.removeprefix("r"))
         found[rank] = replace(found[rank], environment=tuple(sorted(env.items())))
     return found
-
-
-@pytest.mark.parametrize(
-    ("value", "chosen"),
-    [
-        ("eth", ["eth0", "eth1"]),
-        ("=eth0", ["eth0"]),
-        ("^eth", ["bond0", "bond0.7", "lo"]),
-        ("^=bond0,lo", ["bond0.7", "eth0", "eth1"]),
-        ("bond0", ["bond0", "bond0.7"]),
-        ("=bond0", ["bond0"]),
-    ],
-)
-def test_lists_as_nccl_reads_them(value: str, chosen: list[str]) -> None:
-    names = ["bond0", "bond0.7", "eth0", "eth1", "lo"]
-    assert [name for name in names if selects(value, name)] == chosen
 
 
 def test_each_host_gets_exact_values_of_its_own() -> None:
@@ -136,3 +120,23 @@ def test_interface_set_on_some_hosts_only() -> None:
     with pytest.raises(ConfigError, match="NCCL_SOCKET_IFNAME=eth0") as caught:
         check_environment([host(1, env={"NCCL_SOCKET_IFNAME": "eth0"}), host(1), host(2)], device_type="cuda")
     assert "same host" in (caught.value.means or "")
+
+
+def test_list_of_devices_that_cannot_meet_or_that_leaves_none_is_refused_with_the_right_one() -> None:
+    plan = gpu_plan(pp=2)
+    job = by_rank(plan.topology)
+    mixed = replace(job[0], nics=(*job[0].nics, rail("mlx5_1", "r1", "10.7.0.1/24", kind="roce")))
+    for value, part in (("mlx5", "infiniband, roce"), ("=mlx5_9", "leaves no usable port")):
+        with pytest.raises(ConfigError, match=f"NCCL_IB_HCA={value}") as caught:
+            check_plan_environment(plan, with_env([mixed, *job[1:]], r0={"NCCL_IB_HCA": value}))
+        assert part in (caught.value.means or "")
+        assert "=mlx5_0" in caught.value.do
+    check_plan_environment(plan, with_env([mixed, *job[1:]], r0={"NCCL_IB_HCA": "=mlx5_0"}))
+
+
+def test_odd_lists_are_said_and_not_refused() -> None:
+    job = [inventory("n1", rail("m0", "r0"), rail("m1", "r1"), ethernet("eth0", "192.0.2.1/24"))] * 2
+    (text,) = environment_warnings(with_env(job, r0={"NCCL_IB_HCA": "=m0"}))
+    assert "leaves out 1 of 2 rails: m1" in text
+    assert "better: =m0,m1" in text
+    assert environment_warnings(job) == ()

@@ -18,7 +18,7 @@ from holmes_core.plan.layout import ModelFacts
 from holmes_core.plan.plan import make_plan
 from holmes_core.plan.transport import Transport
 from holmes_core.runtime import process_groups
-from holmes_core.runtime.environment import gloo_interface, set_missing
+from holmes_core.runtime.environment import gloo_interface, require_ofi_plugin, set_missing
 from holmes_core.runtime.process_groups import ProcessGroups, nccl_options
 from tests.core.plan.networks import two_by_two
 
@@ -113,6 +113,25 @@ def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         assert os.environ["NCCL_IB_HCA"] == "=mine"
     finally:
         del os.environ["NCCL_NET_PLUGIN"]
+
+
+def test_missing_libfabric_plugin_is_an_error_and_not_a_slow_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_NET_PLUGIN", raising=False)
+    tried: list[str] = []
+
+    def nothing_there(name: str) -> None:
+        tried.append(name)
+        raise OSError(f"{name}: cannot open")
+
+    with pytest.raises(HolmesError, match="cannot open") as caught:
+        require_ofi_plugin("n1", nothing_there)
+    assert "LD_LIBRARY_PATH" in caught.value.do
+    assert tried == ["libnccl-net-ofi.so", "libnccl-net.so"]
+    require_ofi_plugin("n1", lambda name: None)
+    monkeypatch.setenv("NCCL_NET_PLUGIN", "/opt/mine/libx.so")
+    with pytest.raises(HolmesError):
+        require_ofi_plugin("n1", nothing_there)
+    assert tried[2:] == ["/opt/mine/libx.so"]
 
 
 @contextmanager
