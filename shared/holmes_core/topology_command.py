@@ -8,10 +8,12 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from holmes_core.cluster.fabric import job_warnings
+from holmes_core.cluster.fabric import group_hosts, job_warnings
 from holmes_core.cluster.host import ClusterSpec, expand_hosts
+from holmes_core.cluster.nic import Inventory
 from holmes_core.cluster.topology import Topology, build_topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, HolmesError
@@ -82,8 +84,7 @@ def _from_files(given: argparse.Namespace) -> tuple[Topology, tuple[str, ...]]:
     if twice is not None:
         raise ConfigError(seen=f"two files are about host {twice!r}", where="--from", do="give one inventory per host")
     # One rank per GPU is what a launcher would start; where there is none, one per host.
-    hosts = [one for one in inventories for _ in range(max(1, len(one.accelerators)))]
-    topology = build_topology(_config(given), [one.host for one in hosts], hosts)
+    topology = _topology(given, [one for one in inventories for _ in range(max(1, len(one.accelerators)))])
     return topology, _warnings(topology)
 
 
@@ -121,7 +122,7 @@ def _from_job(given: argparse.Namespace) -> tuple[Topology, tuple[str, ...]] | N
     _leave_together(meeting.store, rank, world_size)
     if rank != 0:
         return None
-    topology = meeting.topology(_config(given))
+    topology = _topology(given, meeting.inventories)
     return topology, _warnings(topology)
 
 
@@ -149,8 +150,15 @@ def _leave_together(store: object, rank: int, world_size: int) -> None:
             store.wait(keys, timedelta(seconds=10))  # type: ignore[attr-defined]
 
 
-def _config(given: argparse.Namespace) -> HolmesConfig:
-    return HolmesConfig.load({"cluster_file": given.cluster} if given.cluster else {})
+def _topology(given: argparse.Namespace, inventories: Sequence[Inventory]) -> Topology:
+    """Group the hosts of all ranks; one host alone has a kind here, though a job on it needs no network."""
+    config = HolmesConfig.load({"cluster_file": given.cluster} if given.cluster else {})
+    topology = build_topology(config, [one.host for one in inventories], inventories)
+    if config.clusters is None and len({one.host for one in inventories}) == 1:
+        [spec] = group_hosts(inventories[:1])
+        [cluster] = topology.clusters
+        return replace(topology, clusters=(replace(cluster, name=spec.name, kind=spec.kind, reason=spec.reason),))
+    return topology
 
 
 def _warnings(topology: Topology) -> tuple[str, ...]:

@@ -77,7 +77,8 @@ def _port(facts: PortFacts, nets: Mapping[str, NetFacts], *, states_told: bool) 
     net = next((nets[name] for name in netdevs if name in nets), None)
     index, gid_problem = None, ""
     if kind == "roce":
-        index, gid_problem = choose_gid(facts.gids, net.addresses or () if net is not None else ())
+        local = {address.split("/")[0] for one in nets.values() for address in one.addresses or ()}
+        index, gid_problem = choose_gid(facts.gids, net.addresses or () if net is not None else (), local)
         owner = next((gid.netdev for gid in facts.gids if gid.index == index and gid.netdev), "")
         if owner:  # a VLAN's entry: sockets have to use the VLAN, too
             netdevs.insert(0, owner)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from holmes_core.cluster.nic import Gid
 
@@ -38,7 +38,9 @@ def subnet_prefix(gids: Sequence[Gid]) -> str:
         return ""
 
 
-def choose_gid(gids: Sequence[Gid], addresses: Sequence[str] = ()) -> tuple[int | None, str]:
+def choose_gid(
+    gids: Sequence[Gid], addresses: Sequence[str] = (), local: Collection[str] = ()
+) -> tuple[int | None, str]:
     """Choose the entry for RoCE: version 2, with an address that other hosts can route to, IPv4 before IPv6.
 
     A link-local entry is RoCE v2 too, and connections through it time out; the index that works differs from host to
@@ -47,6 +49,8 @@ def choose_gid(gids: Sequence[Gid], addresses: Sequence[str] = ()) -> tuple[int 
     Args:
         gids: The table without empty entries.
         addresses: Global addresses of the port's interface with prefix length; their order decides between equals.
+        local: All addresses of this network namespace, as far as they are known: a container that shares a card
+            sees its host's entries too, and cannot use them.
 
     Returns:
         Index and an empty text; or None and why (an empty text if there is no table to choose from).
@@ -64,9 +68,15 @@ def choose_gid(gids: Sequence[Gid], addresses: Sequence[str] = ()) -> tuple[int 
         return None, ""  # a container may hide gid_attrs; NCCL then chooses for itself
     order = [address.split("/")[0] for address in addresses]
 
-    def rank(gid: Gid) -> tuple[bool, bool, int, int]:
+    def rank(gid: Gid) -> tuple[bool, bool, bool, int, int]:
         ip = gid_ip(gid.address)
-        return gid.type != "roce_v2", ":" in ip, order.index(ip) if ip in order else len(order), gid.index
+        return (
+            gid.type != "roce_v2",
+            ip not in local,
+            ":" in ip,
+            order.index(ip) if ip in order else len(order),
+            gid.index,
+        )
 
     return min(typed, key=rank).index, ""
 

@@ -194,20 +194,24 @@ def _one_per_wire(devices: Sequence[_Device], notes: dict[str, str]) -> list[_De
 
 
 def _near(devices: Sequence[_Device], notes: dict[str, str]) -> list[_Device]:
-    """Where devices sit next to GPUs, keep those; and what a GPU without such a device has nearest."""
+    """Where devices sit next to GPUs, keep each GPU's nearest; and what a GPU without such a device has nearest."""
     best = min((device.nearest[0] for device in devices), default=_FAR)
     if best > _SOCKET:
         return list(devices)
     reach = _SWITCH if best <= _SWITCH else _SOCKET
-    kept = [device for device in devices if device.nearest[0] <= reach]
-    for gpu in range(len(devices[0].distances)):
-        closest = min(device.distances[gpu] for device in devices)
-        if closest < min(device.distances[gpu] for device in kept):
-            kept += [device for device in devices if device.distances[gpu] == closest and device not in kept]
+    closest = [min(device.distances[gpu] for device in devices) for gpu in range(len(devices[0].distances))]
+    kept = [
+        device
+        for device in devices
+        if any(distance == least <= reach for distance, least in zip(device.distances, closest, strict=True))
+    ]
+    for gpu, least in enumerate(closest):
+        if least < min(device.distances[gpu] for device in kept):
+            kept += [device for device in devices if device.distances[gpu] == least and device not in kept]
     for device in devices:
         if device not in kept:
             where = DISTANCES[device.nearest[0]] if device.nearest[0] < _FAR else "unknown"
-            text = f"not a rail: next to no GPU (nearest: {where}), others are; storage or management"
+            text = f"not a rail: nearest to no GPU ({where} at best), others are; storage or management"
             notes[device.name] = text
     return kept
 

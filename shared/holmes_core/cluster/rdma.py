@@ -96,9 +96,9 @@ def _port_facts(facts: PortFacts, device: Path, port: Path, by_net: Mapping[str,
         )
     facts.gids = tuple(gids)
     names = [gid.netdev for gid in gids if gid.netdev]
-    names += [
-        name for index in entries(port / "gid_attrs" / "ndevs") if (name := read(port / "gid_attrs" / "ndevs" / index))
-    ]
+    if not names:  # a table has hundreds of entries: read them again only where they are needed
+        owners = port / "gid_attrs" / "ndevs"
+        names = [name for index in entries(owners) if (name := read(owners / index))]
     names += _interfaces(device, facts.port, first=first)
     names += [net for net, owner in by_net.items() if owner == facts.device and first]
     facts.netdevs = tuple(dict.fromkeys(names))

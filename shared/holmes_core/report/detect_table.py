@@ -57,7 +57,7 @@ def render_inventory(inventory: Inventory, *, everything: bool = False) -> Rende
 def environment_problems(inventory: Inventory) -> list[str]:
     """Return what is wrong with the NCCL lists in a host's environment, with the value that would do."""
     variables = dict(inventory.environment)
-    found = []
+    found: list[str] = []
     for name, lint in (("NCCL_IB_HCA", lint_hcas), ("NCCL_SOCKET_IFNAME", lint_interfaces)):
         if variables.get(name):
             result = lint(variables[name], inventory)
@@ -74,7 +74,7 @@ def _split(inventory: Inventory, everything: bool) -> tuple[list[Nic], list[Nic]
 
 
 def _ports(inventory: Inventory, nics: Sequence[Nic]) -> Table:
-    table = _table("port", "kind", "Gbit/s", "state", "interface", "address", "GPUs", "verdict", right=(2,))
+    table = _table("port", "kind", "Gbit/s", "state", "interface", "GPUs", "verdict", right=(2,))
     gpus = _gpus_of(inventory)
     several = {nic.device for nic in inventory.nics if nic.port != 1}
     for nic in nics:
@@ -84,8 +84,7 @@ def _ports(inventory: Inventory, nics: Sequence[Nic]) -> Table:
             nic.kind,
             rate,
             "(active)" if nic.reason == STATE_ASSUMED else nic.state,
-            nic.netdev or "-",
-            "\n".join(nic.addresses[:2]) or "-",
+            " ".join([nic.netdev, *nic.addresses[:2]]).strip() or "-",
             gpus.get(nic.device, "-") if nic.kind in RDMA_KINDS else "-",
             _verdict(inventory, nic),
         )
@@ -254,8 +253,12 @@ def _bullets(title: str, lines: Sequence[str]) -> Table:
 def _table(*columns: str, right: Sequence[int] = ()) -> Table:
     table = Table(box=box.ASCII2, pad_edge=False, show_edge=False)
     for index, column in enumerate(columns):
-        width = 24 if column in ("verdict", "why") else None
-        table.add_column(column, justify="right" if index in right else "left", overflow="fold", min_width=width)
+        table.add_column(
+            column,
+            justify="right" if index in right else "left",
+            overflow="fold",
+            no_wrap=column in ("port", "kind", "state", "cluster", "host", "ranks"),
+        )
     return table
 
 

@@ -99,6 +99,15 @@ def test_gid_index(tree: Tree, table: list[tuple[str, str]], index: int | None) 
     assert len(nic.gids) == len(table)
 
 
+def test_a_container_that_shares_a_card_uses_its_own_entry(tree: Tree) -> None:
+    # The first entry is the host's; its interface cannot be seen from here.
+    tree.port("mlx5_0", layer="Ethernet")
+    tree.gids("mlx5_0", (MAPPED.format(192, 0, 2, 6), V2), (MAPPED.format(192, 0, 2, 77), V2))
+    tree.write({"class/infiniband/mlx5_0/ports/1/gid_attrs/ndevs/1": "net1"}).net("net1")
+    inventory = tree.detect(Link(name="net1", addresses=("192.0.2.77/24",), up=True))
+    assert (only(inventory, "mlx5_0").gid_index, only(inventory, "mlx5_0").netdev) == (1, "net1")
+
+
 def test_link_local_gids_only(tree: Tree) -> None:
     tree.port("mlx5_0", layer="Ethernet").gids("mlx5_0", (LINK_LOCAL, V1), (LINK_LOCAL, V2))
     inventory = tree.detect()

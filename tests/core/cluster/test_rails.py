@@ -68,9 +68,19 @@ def test_cards_next_to_no_gpu_are_storage(tree: Tree) -> None:
     tree.card("mlx5_0", "pci0000:00/0000:00:01.0", "0000:01:00.0", numa_node="0")
     inventory = tree.detect()
     assert inventory.rails == ("mlx5_1", "mlx5_2")
-    assert "next to no GPU (nearest: NODE)" in notes(inventory)["mlx5_0"]
+    assert "nearest to no GPU (NODE at best)" in notes(inventory)["mlx5_0"]
     assert only(inventory, "mlx5_0").usable
     assert inventory.accelerators[2].nearest == "mlx5_1"
+
+
+def test_a_card_that_is_never_the_nearest_is_no_rail(tree: Tree) -> None:
+    # Behind the GPU's own switch sits its rail; a second switch below the first has the storage card.
+    tree.pci(slot(1, 1), "0000:13:00.0", numa_node="0", **GPU)
+    tree.card("rail", slot(1, 2), "0000:14:00.0", numa_node="0")
+    tree.card("storage", f"{slot(1, 3)}/0000:15:00.0/0000:16:01.0", "0000:17:00.0", numa_node="0")
+    inventory = tree.detect()
+    assert dict(inventory.accelerators[0].distances) == {"rail": "PIX", "storage": "PXB"}
+    assert inventory.rails == ("rail",)
 
 
 def test_the_only_card_of_a_socket_is_kept(tree: Tree) -> None:
