@@ -340,7 +340,7 @@ class CallMode:
                 means="every rank holds a part of the model, so every rank must make this call, not the main process"
                 " alone",
                 do="take the call out of `if accelerator.is_main_process:`; only rank 0 writes files anyway",
-            ) from error
+            ) from None  # the time-out is no echo of another rank's failure: keep FailureLog from taking it for one
 
 
 class _Gradients:

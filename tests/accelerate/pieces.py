@@ -1,0 +1,297 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small pieces of scripts that use an Accelerator, run on every rank; each returns what the test looks at."""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+from accelerate.utils import set_seed
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.lightning.farm import ROOT, Context
+
+sys.path.insert(0, str(ROOT / "tests" / "scripts" / "accelerate"))
+from loop import Rows, make_model  # noqa: E402
+
+
+def prepare(accelerator: Any = None, *, lr: float = 0.1, rows: int = 8, batch: int = 4, **options: Any) -> Any:
+    accelerator = accelerator or Accelerator(**options)
+    set_seed(7)
+    model = make_model("gpt2", 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    loader = DataLoader(Rows(rows, 1, True), batch_size=batch)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def error_of(function: Any) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def losses(context: Context) -> dict[str, Any]:
+    """What can be done with losses before backward; the norm after each."""
+    accelerator, model, optimizer, loader = prepare()
+    first, second = list(loader)
+    norms: dict[str, float] = {}
+
+    def measure(name: str) -> None:
+        norms[name] = float(accelerator.clip_grad_norm_(model.parameters(), 1e9))
+        optimizer.zero_grad()
+
+    accelerator.backward(model(**first).loss)
+    measure("plain")
+    (model(**first).loss * 0.25).backward()
+    measure("quarter")
+    (model(**first).loss - 0.5 * model(**second).loss).backward()
+    measure("difference")
+    loss = model(**first).loss
+    (loss * loss).backward()
+    measure("square")
+    model(**second)  # never differentiated: its gradients are dropped
+    accelerator.backward(model(**first).loss)
+    measure("dropped")
+    with accelerator.no_sync(model), getattr(model, "no_sync", nullcontext)():  # as of DistributedDataParallel
+        accelerator.backward(model(**first).loss)
+    accelerator.backward(model(**second).loss)
+    measure("two")
+    items = int((first["labels"][:, 1:] != -100).sum() + (second["labels"][:, 1:] != -100).sum())
+    for batch in (first, second):
+        accelerator.backward(model(**batch, num_items_in_batch=items).loss)
+    measure("items")
+    one = {k: v for k, v in first.items() if k != "labels"}
+    a, b = model(**one).logits, model(**{k: v for k, v in second.items() if k != "labels"}).logits
+    (a.square().mean() + 2 * b.square().mean()).backward()  # two open forwards
+    measure("open")
+    ids, mask, labels = first["input_ids"], first["attention_mask"], first["labels"]
+    output = model(ids, attention_mask=mask, labels=labels, return_dict=False)
+    output[0].backward()
+    measure("tuple")
+    return norms
+
+
+def frozen_half(context: Context) -> dict[str, Any]:
+    """Modules without a loss inside, positional arguments, dropout, eval without no_grad."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(6, 8)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)])
+            self.outer = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.inner(x)
+            for block in self.blocks:
+                x = block(x)
+            return self.outer(x)
+
+    set_seed(3)
+    accelerator = Accelerator()
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    x, y = torch.randn(6, 6), torch.randint(0, 3, (6,))
+    found = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    model.eval()
+    logits = model(x)
+    return {"losses": found, "logits": logits.detach(), "grad": logits.requires_grad, "lr": scheduler.get_last_lr()}
+
+
+def refusals(context: Context) -> dict[str, str]:
+    accelerator, model, optimizer, loader = prepare()
+    batch = next(iter(loader))
+    output = model(**batch)
+    found = {"logits": error_of(lambda: output.logits), "has": str(hasattr(output, "logits"))}
+    output["loss"].backward()
+    again = model(**batch).loss
+    again.backward(retain_graph=True)
+    found["twice"] = error_of(lambda: again.backward())
+    found["part"] = error_of(lambda: accelerator.clip_grad_norm_(list(model.parameters())[:1], 1.0))
+    found["generate"] = error_of(lambda: model.generate(batch["input_ids"]))
+    found["second"] = error_of(lambda: accelerator.prepare(nn.Linear(2, 2)))
+    found["local_sgd"] = error_of(lambda: LocalSGD(accelerator, model, 4))
+    found["norm"] = error_of(lambda: accelerator.clip_grad_norm_(model.parameters(), 1.0, norm_type=1))
+    found["lbfgs"] = error_of(lambda: accelerator.prepare(torch.optim.LBFGS(model.parameters())))
+    optimizer.zero_grad()
+    return found
+
+
+def compile_refused(context: Context) -> str:
+    return error_of(lambda: Accelerator(dynamo_backend="inductor"))
+
+
+def saved_by_one(context: Context) -> str:
+    """The main process alone saves: after the time limit it is told why that cannot be."""
+    accelerator, model, _, _ = prepare()
+    if not accelerator.is_main_process:
+        import time
+
+        time.sleep(12)
+        return ""
+    return error_of(lambda: model.save_pretrained(context.out / "model"))
+
+
+def replicas(context: Context) -> dict[str, Any]:
+    """Collectives over two replicas."""
+    accelerator, model, _, loader = prepare(rows=11, batch=2)
+    d = accelerator.process_index
+    found: dict[str, Any] = {"index": d, "processes": accelerator.num_processes, "last": accelerator.is_last_process}
+    found["gather"] = accelerator.gather(torch.tensor([d, 10 + d])).tolist()
+    found["scalar"] = accelerator.gather(torch.tensor(float(d))).tolist()
+    found["nested"] = [t.tolist() for t in accelerator.gather({"a": torch.tensor([d])}).values()]
+    found["sum"] = float(accelerator.reduce(torch.tensor(1.0 + d)))
+    found["mean"] = float(accelerator.reduce(torch.tensor(1.0 + d), "mean"))
+    found["max"] = float(accelerator.reduce(torch.tensor(1.0 + d), "max"))
+    found["pad"] = accelerator.pad_across_processes(torch.ones(1 + d, 2), pad_index=-1).tolist()
+    found["objects"] = accelerator.gather_for_metrics([f"r{d}"])
+    with accelerator.split_between_processes(["a", "b", "c"]) as part:
+        found["part"] = part
+    if context.rank == context.world - 1:
+        accelerator.set_trigger()
+    found["trigger"] = [accelerator.check_trigger(), accelerator.check_trigger()]
+    model.eval()
+    rows = []
+    for batch in loader:
+        rows += accelerator.gather_for_metrics(batch["input_ids"][:, :3]).tolist()
+    found["rows"] = rows
+    found["expected"] = [row["input_ids"][:3].tolist() for row in Rows(11, 1, True).rows]
+    found["uneven"] = error_of(lambda: accelerator.join_uneven_inputs([model]).__enter__())
+    return found
+
+
+class Stream(IterableDataset):
+    def __init__(self, n: int) -> None:
+        self.rows = Rows(n, 1, True).rows
+
+    def __iter__(self) -> Any:
+        for row in self.rows:
+            row = dict(row)
+            row["input_ids"] = row["input_ids"].clone()
+            row["input_ids"][0] = random.randrange(2, 60)  # different on every rank
+            yield row
+
+
+def streams(context: Context) -> dict[str, Any]:
+    """Random data that every rank would draw differently, from a stream; and what is skipped of it."""
+    accelerator, model, _, _ = prepare()
+    random.seed(context.rank)
+    loader = accelerator.prepare(DataLoader(Stream(8), batch_size=2))
+    rows = [batch["input_ids"][:, 0].tolist() for batch in loader]
+    skipped = [batch["input_ids"][:, 0].tolist() for batch in accelerator.skip_first_batches(loader, 2)]
+    return {"rows": rows, "skipped": len(skipped), "again": skipped, "replica": accelerator.process_index}
+
+
+def plugin(context: Context) -> dict[str, Any]:
+    """The spellings in code, without HOLMES_CONFIG."""
+    from holmes_accelerate import HolmesAccelerator, HolmesPlugin
+
+    settings = HolmesPlugin(pp=2, num_microbatches=2, print_plan=False)
+    accelerator = Accelerator(kwargs_handlers=[settings])
+    same = HolmesAccelerator(holmes_plugin=settings)
+    _, model, optimizer, loader = prepare(same)
+    loss = model(**next(iter(loader))).loss
+    same.backward(loss)
+    optimizer.step()
+    return {"kinds": [type(accelerator).__name__, type(same).__name__], "loss": float(loss)}
+
+
+def warm_optimizer(context: Context) -> dict[str, Any]:
+    """An optimizer that has stepped before it is prepared keeps its state; EMA-like access afterwards."""
+    set_seed(7)
+    accelerator = Accelerator()
+    model = make_model("gpt2", 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {k: torch.stack([row[k] for row in Rows(4, 1, True).rows]) for k in ("input_ids", "labels")}
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(2):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"loss": float(loss), "steps": {float(s["step"]) for s in optimizer.state_dict()["state"].values()}}
+
+
+def torch_loop(context: Context, *, settings: dict[str, Any]) -> dict[str, Any]:
+    """`holmes_core.parallelize` in a loop of one's own, or no Holmes at all where there are no settings."""
+    import holmes_core
+
+    torch.manual_seed(7)
+    model = make_model("llama", 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    run = holmes_core.parallelize(model, optimizer, {**settings, "print_plan": False}) if settings else None
+    rows = Rows(16, 1, False).rows
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for start in range(0, 16, 4):
+        mine = rows[start : start + 4]
+        if run is not None:
+            mine = mine[run.replica * (4 // run.dp) : (run.replica + 1) * (4 // run.dp)]
+        batch = {k: torch.stack([row[k] for row in mine]) for k in mine[0]}
+        loss = model(**batch).loss
+        loss.backward()
+        clip = run.clip_grad_norm_(0.5) if run else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        found["losses"].append(float(loss.detach()))
+        found["norms"].append(float(clip))
+    state = run.state_dict() if run else model.state_dict()
+    if context.rank == 0:
+        found["weights"] = state
+    return found
+
+
+def fabric(context: Context, *, strategy: str) -> dict[str, Any]:
+    """A Fabric loop with clipping, evaluation and a checkpoint."""
+    import lightning as L
+
+    warnings.simplefilter("ignore")
+    fabric = L.Fabric(strategy=strategy, devices=context.world, accelerator="cpu")
+    fabric.launch()
+    fabric.seed_everything(7)
+    model = make_model("gpt2", 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(Rows(12, 1, True), batch_size=4))
+    found: dict[str, Any] = {"losses": [], "norms": []}
+    for _ in range(2):
+        model.train()
+        for index, batch in enumerate(loader):
+            with fabric.no_backward_sync(model, enabled=index % 2 == 0):
+                loss = model(**batch).loss
+                fabric.backward(loss)
+            found["losses"].append(float(loss.detach()))
+            if index % 2:
+                found["norms"].append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        found["logits"] = model(**batch).logits
+    fabric.save(context.out / "ckpt.pt", {"model": model, "optimizer": optimizer, "step": 3})
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 0}
+    fabric.load(context.out / "ckpt.pt", state)
+    found["step"] = state["step"]
+    if context.rank == 0:
+        found["weights"] = torch.load(context.out / "ckpt.pt", weights_only=True)["model"]
+    return found

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses, collectives, refusals and other spellings, each on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lightning.farm import Farm
+
+CALL = "tests.accelerate.scenarios:call"
+PP2 = {"pp": 2, "num_microbatches": 2}
+
+
+def on_ranks(farm: Farm, function: str, config: dict[str, Any] | None = PP2, **arguments: Any) -> list[Any]:
+    config = config or {}
+    world = arguments.pop("world", config.get("pp", 1) * config.get("dp", 1) * config.get("tp", 1))
+    return farm.run(CALL, world=world, config=config or None, function=function, **arguments).values
+
+
+def alone(farm: Farm, function: str, **arguments: Any) -> Any:
+    return farm.run(CALL, rank_env=[{}], function=function, **arguments).values[0]
+
+
+def test_what_scripts_do_with_losses(farm: Farm) -> None:
+    expected = alone(farm, "losses")
+    for found in on_ranks(farm, "losses"):
+        assert found == pytest.approx(expected, rel=1e-5)
+    assert expected["quarter"] == pytest.approx(expected["plain"] / 4, rel=1e-5)
+
+
+def test_a_module_without_a_loss(farm: Farm) -> None:
+    expected = alone(farm, "frozen_half")
+    for found in on_ranks(farm, "frozen_half"):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
+        assert found["lr"] == expected["lr"]
+        torch.testing.assert_close(found["logits"], expected["logits"], rtol=1e-5, atol=1e-6)
+
+
+def test_refusals_say_what_to_do(farm: Farm) -> None:
+    for found in on_ranks(farm, "refusals"):
+        assert found["has"] == "False"
+        for name, word in {
+            "logits": "without labels", "twice": "second time", "part": "model.parameters()", "generate": "pp: 1",
+            "second": "one pipeline trains one model", "local_sgd": "LocalSGD", "norm": "norm_type=2", "lbfgs": "AdamW",
+        }.items():  # fmt: skip
+            assert word in found[name], (name, found[name])
+    assert "inductor" in on_ranks(farm, "compile_refused")[0].lower()
+
+
+def test_saving_on_the_main_process_alone_is_explained(farm: Farm) -> None:
+    found = on_ranks(farm, "saved_by_one", {**PP2, "timeout": 5.0})
+    assert "not the main process" in found[0]
+    assert "is_main_process" in found[0]
+
+
+def test_collectives_over_replicas(farm: Farm) -> None:
+    ranks = on_ranks(farm, "replicas", {"pp": 2, "dp": 2, "num_microbatches": 2})
+    assert sorted(rank["index"] for rank in ranks) == [0, 0, 1, 1]
+    assert [rank["last"] for rank in ranks] == [False, False, False, True]
+    for found in ranks:
+        d = found["index"]
+        assert found["processes"] == 2
+        assert found["gather"] == [0, 10, 1, 11]
+        assert found["scalar"] == [0.0, 1.0]
+        assert found["nested"] == [[0, 1]]
+        assert (found["sum"], found["mean"], found["max"]) == (3.0, 1.5, 2.0)
+        assert found["pad"] == ([[1, 1], [-1, -1]] if d == 0 else [[1, 1], [1, 1]])
+        assert found["objects"] == ["r0", "r1"]
+        assert found["part"] == (["a", "b"] if d == 0 else ["c"])
+        assert found["trigger"] == [True, False]  # set on one rank only
+        assert found["rows"] == found["expected"]  # 11 rows, none twice, in order
+        assert "even_batches" in found["uneven"]
+
+
+def test_batches_are_equal_on_all_ranks_of_a_replica(farm: Farm) -> None:
+    ranks = on_ranks(farm, "streams")
+    assert ranks[0]["rows"] == ranks[1]["rows"]
+    assert ranks[0]["again"] == ranks[1]["again"]
+    assert ranks[0]["skipped"] == 2
+
+
+def test_settings_in_code(farm: Farm) -> None:
+    for found in on_ranks(farm, "plugin", None, world=2):
+        assert found["kinds"] == ["HolmesAccelerator", "HolmesAccelerator"]
+
+
+def test_an_optimizer_that_has_stepped_keeps_its_state(farm: Farm) -> None:
+    expected = alone(farm, "warm_optimizer")
+    assert expected["steps"] == {3.0}
+    found = on_ranks(farm, "warm_optimizer")
+    assert found[0]["steps"] == {3.0}
+    for rank in found:
+        assert rank["loss"] == pytest.approx(expected["loss"], rel=1e-5)
