@@ -367,7 +367,7 @@ FAULTS = {
     "NCCL versions": (
         [w("h1", "Mismatched NCCL version detected : rank 4 version 22105 rank 0 version 22703")],
         "nccl-versions",
-        ["rank 4", "22105"],
+        ["rank 4 has NCCL 22105, rank 0 has NCCL 22703"],
     ),
     "a link that went down": (
         [w("h1", "NET/IB : mlx5_3:1 Got async event : port error")],

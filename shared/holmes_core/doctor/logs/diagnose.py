@@ -58,11 +58,13 @@ def silence(log: Log) -> str:
     lines = sum(log.files.values())
     known = len(log.events)
     text = f"{lines} lines read, {known} of them of a known kind: nothing in them tells a fault that Holmes knows."
-    if not any(event.line.level for event in log.events):
+    if not log.nccl_lines:
         text += (
             " There are no lines of NCCL. Run again with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV and "
             "TORCH_CPP_LOG_LEVEL=INFO, and give the logs of all ranks."
         )
+    else:
+        text += " If the job failed, give the logs of all ranks: the cause is mostly in another rank's."
     return text
 
 

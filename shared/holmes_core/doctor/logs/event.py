@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from holmes_core.doctor.finding import Severity
 from holmes_core.doctor.logs.lines import Line
 
-__all__ = ["Event", "Family", "Log", "Verdict"]
+__all__ = ["Event", "Family", "Log", "Verdict", "contains"]
+
+
+def contains(text: str, words: tuple[str, ...]) -> bool:
+    """Whether a text holds one of some words; a plain loop, since this runs for every line of every log."""
+    for word in words:  # noqa: SIM110
+        if word in text:
+            return True
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +62,7 @@ class Family:
 
     def read(self, line: Line) -> Event | None:
         """Return the line's event, or None if it is of another kind."""
-        if not any(word in line.text for word in self.words):
+        if not contains(line.text, self.words):
             return None
         found = self.pattern.search(line.text)
         if found is None:
@@ -89,12 +97,14 @@ class Log:
     Args:
         events: In the order of files and lines.
         files: Name -> number of lines.
+        nccl_lines: How many lines are NCCL's.
         unknown: Warnings of NCCL that belong to no family.
         ranks: (host, pid) -> global rank, from the largest communicator.
     """
 
     events: list[Event] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
+    nccl_lines: int = 0
     unknown: list[Line] = field(default_factory=list)
     ranks: dict[tuple[str, int], int] = field(default_factory=dict)
 

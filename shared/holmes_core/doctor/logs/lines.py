@@ -20,14 +20,14 @@ _NCCL = (
 )
 _QUICK = (" NCCL ", "NCCL INFO", "NCCL WARN", "RCCL INFO", "RCCL WARN", "CCOM INFO", "CCOM WARN")
 # "[rank3]:" of torch, "[Rank 3]" and "[PG 0 (default_pg) Rank 3]" of ProcessGroupNCCL, "[1,3]<stderr>:" of mpirun,
-# "3: " of srun --label.
+# "3: " of srun --label, "(rank=3, size=8)" of gloo.
 _RANK = (
-    re.compile(r"\[rank(\d{1,6})\]"),
-    re.compile(r"\[(?:PG [^\]]{0,200})?Rank (\d{1,6})\]"),
-    re.compile(r"^\[\d+,(\d{1,6})\]<std(?:out|err)>:"),
-    re.compile(r"^ {0,8}(\d{1,6}): "),
+    ("[rank", re.compile(r"\[rank(\d{1,6})\]")),
+    ("Rank ", re.compile(r"\[(?:PG [^\]]{0,200})?Rank (\d{1,6})\]")),
+    (">:", re.compile(r"^\[\d+,(\d{1,6})\]<std(?:out|err)>:")),
+    (": ", re.compile(r"^ {0,8}(\d{1,6}): ")),
+    ("(rank=", re.compile(r"\(rank=(\d{1,6}), size=\d+")),
 )
-_GLOO_RANK = re.compile(r"\(rank=(\d{1,6}), size=\d+")
 # UCX: "[1700000000.123456] [host:pid:thread]  file.c:123  UCX  ERROR text"
 _UCX = re.compile(r"\[(?P<host>[A-Za-z0-9][\w.-]{0,253}):(?P<pid>\d{1,10})(?::[^\]]{0,12})?\]")
 _COLOURS = re.compile(r"\x1b\[[0-9;]{0,12}[A-Za-z]")
@@ -63,7 +63,9 @@ class Line:
 
 def parse_line(raw: str, *, file: str, number: int) -> Line:
     """Take a line apart. Any text is a line."""
-    raw = _COLOURS.sub("", raw[:_LONGEST].rstrip())
+    raw = raw[:_LONGEST].rstrip()
+    if "\x1b" in raw:
+        raw = _COLOURS.sub("", raw)
     rank = _rank(raw)
     if any(word in raw for word in _QUICK):
         found = next((match for pattern in _NCCL if (match := pattern.search(raw)) is not None), None)
@@ -85,9 +87,9 @@ def parse_line(raw: str, *, file: str, number: int) -> Line:
 
 
 def _rank(raw: str) -> int | None:
-    for pattern in _RANK:
-        found = pattern.search(raw[:400])
-        if found is not None:
-            return int(found[1])
-    found = _GLOO_RANK.search(raw) if "(rank=" in raw else None
-    return int(found[1]) if found else None
+    for word, pattern in _RANK:
+        if word in raw:
+            found = pattern.search(raw)
+            if found is not None:
+                return int(found[1])
+    return None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from holmes_core.doctor.logs.event import Event, Family, Log
+from holmes_core.doctor.logs.event import Event, Family, Log, contains
 from holmes_core.doctor.logs.families_nccl import NCCL_FAMILIES
 from holmes_core.doctor.logs.families_system import SYSTEM_FAMILIES
 from holmes_core.doctor.logs.families_torch import TORCH_FAMILIES
@@ -18,6 +18,7 @@ from holmes_core.doctor.logs.lines import Line, parse_line
 __all__ = ["families", "read_file", "read_lines"]
 
 _FAMILIES = (*NCCL_FAMILIES, *TORCH_FAMILIES, *SYSTEM_FAMILIES)
+_WORDS = tuple(dict.fromkeys(word for family in _FAMILIES for word in family.words))
 _TRACEBACK = "Traceback (most recent call last)"
 # Launchers put "[rank0]: ", "0: ", "(worker pid=1) " or "pod | " before the line.
 _EXCEPTION = re.compile(
@@ -64,6 +65,7 @@ def read_lines(sources: Iterable[tuple[str, Iterable[str]]]) -> Log:
         number = 0
         for number, raw in enumerate(lines, 1):
             line = parse_line(raw, file=name, number=number)
+            log.nccl_lines += bool(line.level)
             events = [*_match(line), *reader.read(line)]
             for event in events:
                 counts[event.name] = counts.get(event.name, 0) + 1
@@ -78,6 +80,8 @@ def read_lines(sources: Iterable[tuple[str, Iterable[str]]]) -> Log:
 
 
 def _match(line: Line) -> list[Event]:
+    if not contains(line.text, _WORDS):
+        return []
     return [event for family in _FAMILIES if (event := family.read(line)) is not None]
 
 
@@ -112,7 +116,7 @@ class _Blocks:
         if "Root Cause (first observed failure)" in line.text:
             self._root = True
             return
-        found = _FAILURE.search(line.text)
+        found = _FAILURE.search(line.text) if contains(line.text, ("host", "rank", "exitcode")) else None
         if found is None:
             return
         key, value = found["key"], found["value"]

@@ -270,8 +270,8 @@ def _versions(case: Case) -> Iterator[Finding]:
     for event in case.log.of("version"):
         versions.setdefault(event.get("version"), []).append(event)
     if told is not None:
-        seen = f"rank {told.get('a')} has NCCL {told.get('a_version')}, rank {told.get('b')} has NCCL "
-        f"{told.get('b_version')}"
+        pairs = ((told.get("a"), told.get("a_version")), (told.get("b"), told.get("b_version")))
+        seen = ", ".join(f"rank {rank} has NCCL {version}" for rank, version in pairs)
     elif len(versions) > 1:
         seen = "NCCL versions differ: " + "; ".join(
             f"{version} ({', '.join(dict.fromkeys(e.line.host or e.line.place for e in events[:3]))})"
