@@ -56,6 +56,6 @@ def enter(*, cpu: bool, config: HolmesConfig | None = None) -> Meeting:
     if use_cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     meeting = meet(rank=rank, world_size=world, timeout=config.timeout)
-    join(meeting, config=config, device_type="cuda" if use_cuda else "cpu")
+    meeting = join(meeting, config=config, device_type="cuda" if use_cuda else "cpu")
     setattr(PartialState, _MEETING, meeting)
     return meeting
