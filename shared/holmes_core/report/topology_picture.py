@@ -92,7 +92,7 @@ def _draw_cluster(axes: Any, cluster: Cluster, left: float, width: float, shown:
         _draw_host(axes, host, cluster, start + number * (_WIDTH + _GAP), colour)
     if len(cluster.hosts) > len(shown):
         more = f"and {len(cluster.hosts) - len(shown)} more"
-        axes.text(left + width / 2, 1.09, more, fontsize=8.5, color=_FAINT, ha="center", va="center")
+        axes.text(left + width - 0.18, 1.12, more, fontsize=8.5, color=_INK, ha="right", va="center")
 
 
 def _fabric_label(cluster: Cluster) -> str:
