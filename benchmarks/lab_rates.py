@@ -24,6 +24,7 @@ from rich.table import Table
 
 from holmes_core import __version__
 from holmes_core.errors import HolmesError
+from holmes_core.lab.network import interface_mtu
 from holmes_core.lab.session import Lab
 from holmes_core.lab.spec import LabHost, LabSpec
 from holmes_core.lab.spec_file import load_spec
@@ -101,7 +102,7 @@ def main(argv: list[str] | None = None) -> int:
     print(f"holmes {__version__}, Python {platform.python_version()}, Linux {platform.release()}, {tool}")
     print(f"{os.cpu_count()} cores, load before: {os.getloadavg()[0]:.2f}; {args.lab}, {args.seconds:g} s per stream\n")
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for number, name in enumerate(("link", "from", "to", "spec", "measured", "of spec", "round trip")):
+    for number, name in enumerate(("link", "from", "to", "spec", "payload", "of spec", "possible", "round trip")):
         table.add_column(name, justify="right" if number > 2 else "left")
     try:
         spec = load_spec(args.lab)
@@ -110,7 +111,9 @@ def main(argv: list[str] | None = None) -> int:
             for name, sender, receiver, address, rate in links(free):
                 got, trip = measure(lab, sender.name, receiver.name, address, args.seconds)
                 share = "-" if rate is None else f"{got / rate:.3f}"
-                cells = (format_rate(rate), f"{got / 1e6:.1f} Mbit/s", share, f"{trip * 1e6:.0f} us")
+                mtu = interface_mtu(sender, name)
+                possible = f"{(mtu - 52) / (mtu + 14):.3f}"  # the shaper counts headers of Ethernet, IP and TCP, too
+                cells = (format_rate(rate), f"{got / 1e6:.1f} Mbit/s", share, possible, f"{trip * 1e6:.0f} us")
                 table.add_row(name, sender.name, receiver.name, *cells)
     except HolmesError as error:
         print(error, file=sys.stderr)
