@@ -68,6 +68,11 @@ def grouped(*inventories: Inventory, **more: Any) -> dict[str, tuple[str, ...]]:
             id="a cluster needs a subnet that all members are on",
         ),
         pytest.param(
+            [infiniband("a1", NET_1, NET_2), infiniband("a2", NET_1), infiniband("a3", NET_2)],
+            {"infiniband-0": ("a1", "a2"), "infiniband-1": ("a3",)},
+            id="no chain through a host that is on both",
+        ),
+        pytest.param(
             [infiniband("a1", DEFAULT_PREFIX), infiniband("a2", NET_1)],
             {"infiniband-0": ("a1",), "infiniband-1": ("a2",)},
             id="configured and default prefix",

@@ -197,6 +197,18 @@ def test_planes_are_paired_by_network_where_each_has_its_own(tree: Tree) -> None
     assert [nic.rail for nic in inventory.rail_nics] == ["10.7.0.0/24", "10.9.0.0/24"]
 
 
+def test_rails_come_in_the_order_of_their_gpus_whatever_their_networks(tree: Tree) -> None:
+    for number, net in ((1, 9), (2, 7)):
+        tree.pci(slot(number, 1), f"0000:{number}3:00.0", **GPU)
+        tree.card(f"mlx5_{number}", slot(number, 2), f"0000:{number}4:00.0", layer="Ethernet")
+        tree.gids(f"mlx5_{number}", (MAPPED.format(10, net, 0, 1), V2), netdev=f"e{number}").net(f"e{number}")
+    inventory = tree.detect(*[Link(name=f"e{n}", addresses=(f"10.{net}.0.1/24",)) for n, net in ((1, 9), (2, 7))])
+    assert [(nic.device, nic.rail) for nic in inventory.rail_nics] == [
+        ("mlx5_1", "10.9.0.0/24"),
+        ("mlx5_2", "10.7.0.0/24"),
+    ]
+
+
 def test_a_card_with_an_infiniband_and_an_ethernet_port(tree: Tree) -> None:
     tree.port("mlx4_0", 1).port("mlx4_0", 2, layer="Ethernet", rate="40 Gb/sec")
     inventory = tree.detect()
