@@ -120,7 +120,7 @@ FAULTS = {
             ),
         ],
         "gid-index",
-        ["error 12) to 192.0.2.4", "routable", "PFC"],
+        ["error 12) to 192.0.2.4", "::ffff:198.51.100.3 and ::ffff:203.0.113.4 are routable", "PFC"],
     ),
     "retries over InfiniBand": (
         [
@@ -272,6 +272,52 @@ FAULTS = {
         ],
         "interface-prefix",
         ["team0.811", "NCCL_SOCKET_IFNAME='=team0'"],
+    ),
+    "nothing but a bridge": (
+        [n("h1", "Bootstrap : Using docker0:192.168.9.1<0>"), n("h2", "Bootstrap : Using eth0:192.0.2.2<0>")],
+        "unreachable-interface",
+        ["docker0", "no other host"],
+    ),
+    "Docker's network on two hosts": (
+        [n("h1", "Bootstrap : Using eth0:172.17.0.2<0>"), n("h2", "Bootstrap : Using eth0:172.17.0.3<0>")],
+        "bridge-address",
+        ["h1, h2", "--network=host"],
+    ),
+    "islands": (
+        [
+            "RuntimeError: Gloo connectFullMesh failed with [pair.cc:152] timed out connecting: SO_ERROR: No route to "
+            "host, "
+            "remote=[203.0.113.11]:4040 (rank=1, size=2, local=[192.0.2.11])"
+        ],
+        "firewall",
+        ["203.0.113.11 is in another network than 192.0.2.11"],
+    ),
+    "no common subnet": (
+        [w("h1", "Net : No interface found in the same subnet as remote address 203.0.113.1<4040>")],
+        "no-common-subnet",
+        ["203.0.113.1", "MASTER_ADDR"],
+    ),
+    "memory of a GPU without GPUDirect": (
+        [w("h1", "Call to ibv_reg_mr_iova2 failed with error Bad address")],
+        "rdma-registration",
+        ["nvidia_peermem"],
+    ),
+    "an address that is not this host's": (
+        [
+            "RuntimeError: The server socket has failed to bind to 192.0.2.9:29500 (errno: 99 - Cannot assign "
+            "requested address)."
+        ],
+        "wrong-address",
+        ["MASTER_ADDR"],
+    ),
+    "too many files": (["[rank7]: OSError: [Errno 24] Too many open files"], "open-files", ["ulimit -n"]),
+    "NCCL's error without a warning": (
+        [
+            "[rank0]: torch.distributed.DistBackendError: NCCL error in: x.cpp:268, unhandled system error (run with "
+            "NCCL_DEBUG=INFO for details), NCCL version 2.27.5",
+        ],
+        "nccl-error",
+        ["NCCL_DEBUG=INFO"],
     ),
     "no interface": ([w("h1", "Bootstrap : no socket interface found")], "no-interface", ["NCCL_SOCKET_IFNAME"]),
     "a host called localhost": (

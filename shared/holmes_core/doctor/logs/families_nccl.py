@@ -54,9 +54,22 @@ NCCL_FAMILIES = (
         pattern=re.compile(r"NET/Socket ?: Using (?P<list>\S.*)"),
     ),
     Family(
+        name="no-subnet",
+        words=("in the same subnet",),
+        pattern=re.compile(r"No interface found in the same subnet as remote address (?P<peer>\S+)"),
+        verdict=Verdict(
+            id="no-common-subnet",
+            severity="error",
+            means="the rendezvous address (MASTER_ADDR, NCCL_COMM_ID) is in no network of this host's interfaces",
+            do="give the first host's address on the network that all hosts share, and name its interface in "
+            "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME",
+            likelihood=91,
+        ),
+    ),
+    Family(
         name="no-interface",
-        words=("interface found", "interfaces found", "No interface"),
-        pattern=re.compile(r"no (?:socket )?interfaces? found", _I),
+        words=("interface found", "interfaces found"),
+        pattern=re.compile(r"no (?:usable |socket |listening )*interfaces? found(?! in the same)", _I),
         verdict=Verdict(
             id="no-interface",
             severity="error",
@@ -179,6 +192,21 @@ NCCL_FAMILIES = (
         words=("Cannot allocate memory", "max locked memory"),
         pattern=re.compile(
             r"(?P<call>ibv_\w+).{0,200}Cannot allocate memory|max(?:imum)? locked memory.*?(?P<limit>\d+ ?\w*)?\)?$"
+        ),
+    ),
+    Family(
+        name="rdma-register",
+        words=("ibv_reg_",),
+        pattern=re.compile(r"(?P<call>ibv_reg_\w+) failed with (?!(?:error )?(?:\d+ )?Cannot allocate)(?P<why>.*)"),
+        verdict=Verdict(
+            id="rdma-registration",
+            severity="error",
+            means="the NIC could not register the memory. Bad address: GPU memory without GPUDirect (nvidia_peermem, "
+            "DMA-BUF); Operation not permitted: the container lacks IPC_LOCK",
+            do="run `lsmod | grep nvidia_peermem`; try NCCL_NET_GDR_LEVEL=LOC; give the container --cap-add=IPC_LOCK "
+            "and "
+            "--ulimit memlock=-1",
+            likelihood=85,
         ),
     ),
     Family(

@@ -93,6 +93,63 @@ TORCH_FAMILIES = (
         ),
     ),
     Family(
+        name="bind-address",
+        words=("Cannot assign requested address",),
+        pattern=re.compile(r"bind.{0,160}Cannot assign requested address"),
+        verdict=Verdict(
+            id="wrong-address",
+            severity="error",
+            means="the address to listen on belongs to no interface of this host: MASTER_ADDR (or NCCL_COMM_ID) is "
+            "another host's, or this is not the first host",
+            do="set MASTER_ADDR to an address of the host on which rank 0 runs (`ip -br addr`)",
+            likelihood=88,
+        ),
+    ),
+    Family(
+        name="files",
+        words=("Too many open files",),
+        pattern=re.compile(r"Too many open files"),
+        verdict=Verdict(
+            id="open-files",
+            severity="error",
+            means="the limit on open files is too low: every connection and every DataLoader worker needs some",
+            do="`ulimit -n 65536` for the process that runs the ranks (container: --ulimit nofile=65536)",
+            likelihood=88,
+        ),
+    ),
+    Family(
+        name="heartbeat",
+        words=("watchdog got stuck",),
+        pattern=re.compile(r"watchdog got stuck for (?P<seconds>\d+)"),
+        verdict=Verdict(
+            id="watchdog-stuck",
+            severity="error",
+            means="torch's watchdog thread could not go on: a CUDA call hangs, or something holds the GIL or the file "
+            "system for long. That is no network fault by itself",
+            do="look at the other ranks first; `py-spy dump --native` on this rank; TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+            likelihood=45,
+            symptom=True,
+        ),
+    ),
+    Family(
+        name="nccl-error",
+        words=("NCCL error", "unhandled ", "ncclSystemError", "ncclInternalError", "ncclUnhandledCudaError"),
+        pattern=re.compile(
+            r"NCCL error in|unhandled (?:system|cuda|internal) "
+            r"error|nccl(?:System|Internal|UnhandledCuda|InvalidUsage)\w*"
+        ),
+        verdict=Verdict(
+            id="nccl-error",
+            severity="error",
+            means="NCCL failed, and torch tells only the kind of the error",
+            do="run again with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV and give that log: the warning before "
+            "this "
+            "line names the cause",
+            likelihood=25,
+            symptom=True,
+        ),
+    ),
+    Family(
         name="watchdog",
         words=("collective operation timeout", "ran for"),
         pattern=re.compile(

@@ -111,7 +111,7 @@ def address_kind(text: str) -> str:
 
 def error_number(text: str) -> int:
     """Return the errno that a message names, as number or in words; 0 if none."""
-    lower = text.lower()
+    lower = text.rpartition("SO_ERROR:")[2].lower()  # "timed out connecting: SO_ERROR: Connection refused"
     # "returned 113(No route to host) errno 115(Operation now in progress)": the first one is the connection's.
     found = re.search(r"(?:returned|errno:|error:?|failed with) ?(\d{1,3})\b", lower)
     if found is not None and 0 < int(found[1]) < 134:

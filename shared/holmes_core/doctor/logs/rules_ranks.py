@@ -309,7 +309,7 @@ def _init(case: Case) -> Iterator[Finding]:
         missing = [rank for rank in range(size) if rank not in present] if size <= 4096 else []
         yield Finding(
             id="init-unfinished",
-            severity="warning",
+            severity="warning" if finished else "note",  # a log that ends there may have been cut
             seen=f"{len(open_ones)} ranks began to build a communicator of {size} and did not finish"
             + (f"; ranks {missing[:8]} never began in these logs" if missing and len(missing) < size else ""),
             means="the job hung or ended while NCCL connected the ranks; if all logs are here, ranks that never began "

@@ -59,16 +59,20 @@ def rdma_findings(case: Case) -> Iterator[Finding]:
 
 
 def _link(case: Case, event: Event, device: str) -> str:
-    """IB or RoCE, of the device that failed, or of all that the host uses; empty if unknown."""
+    """IB or RoCE, of the device that failed, or of all that the host uses (then maybe both); empty if unknown."""
     stated = event.get("link")
-    links = {
+    links = _links(case, event, device)
+    return stated or (next(iter(links)) if len(links) == 1 else "both" if links else "")
+
+
+def _links(case: Case, event: Event, device: str) -> set[str]:
+    return {
         one.link
         for other in case.log.of("ib-using")
         if other.line.host == event.line.host
         for one in devices(other.get("list"))
         if not device or one.name == device
     }
-    return stated or (next(iter(links)) if len(links) == 1 else "")
 
 
 def _device(event: Event) -> str:
@@ -88,7 +92,7 @@ def _gids(case: Case) -> Iterator[Finding]:
             continue
         device = _device(event)
         link = _link(case, event, device)
-        if link == "IB":
+        if link in ("IB", "both"):  # both: the mixture of link types is the finding
             continue
         seen_hosts.add(event.line.host)
         yield _gid_finding(case, event, device)
@@ -99,7 +103,7 @@ def _gid_finding(case: Case, event: Event, device: str) -> Finding:
     text = event.get("rest") + event.get("why")
     stated = re.search(r"local GID index (\d+)", text)
     local = re.search(r"local ?(?:GID|Gid) ([0-9A-Fa-f:.]+)", text)
-    remote = re.search(r"remote ?(?:GIDs?|Gids?):? ?([0-9A-Fa-f:.]+)", text)
+    remote = re.search(r"remote ?(?:GIDs?|Gids?) ?([0-9A-Fa-f:.]+)", text)
     index = int(stated[1]) if stated else int(setting[0]) if setting and setting[0].isdecimal() else None
     name, table = _table(case, event, device)
     what = _what(event)

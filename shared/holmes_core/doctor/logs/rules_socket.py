@@ -14,6 +14,7 @@ __all__ = ["socket_findings"]
 
 _BOTH = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
 _CONTAINER_ID = re.compile(r"[0-9a-f]{12}")
+_BRIDGE = re.compile(r"docker\d|br-|virbr|cni\d|flannel|lxdbr|podman")
 _HOST_NETWORK = (
     "start the containers with the host's network (--network=host, hostNetwork: true), or on a network that joins the "
     "hosts; NCCL listens on random ports, so publishing a few ports cannot work"
@@ -66,7 +67,7 @@ def socket_findings(case: Case) -> Iterator[Finding]:
     yield from _loopback(case, offered, failures)
     yield from _bridges(case, offered, failures)
     yield from _localhost(case, failures)
-    yield from _by_error(case, failures)
+    yield from _by_error(case, offered, failures)
     yield from _prefix_matches(case, offered)
     yield from _other_interface(case, offered)
 
@@ -115,6 +116,7 @@ def _lists(
             and int(other.get("device")) in {one.index for one in bad}
         ]
         failing = [other for other, _, _ in failures if other.line.host == host]
+        alone = len(case.log.hosts()) == 1 and not failing and any(case.log.of("connected"))
         names = ", ".join(f"{one.name} ({_why(one)})" for one in bad)
         seen = f"host {host or '?'} offers {len(listed)} interfaces, among them {names}"
         if used:
@@ -123,7 +125,7 @@ def _lists(
         exact = ",".join(one.name for one in good[:1])
         yield Finding(
             id="socket-interfaces",
-            severity="error" if failing or used else "warning",
+            severity="error" if failing or used else "note" if alone else "warning",
             seen=seen,
             means="NCCL spreads its connections over all interfaces it selected, and through those no other host can "
             "be reached",
@@ -190,6 +192,18 @@ def _loopback(
             where=case.log.where(event, *failing[:1]),
             likelihood=93,
         )
+    for host, (listed, event) in offered.items():
+        if len(listed) == 1 and _BRIDGE.match(listed[0].name):
+            yield Finding(
+                id="unreachable-interface",
+                severity="error" if several or failures else "warning",
+                seen=f"host {host or '?'} uses {listed[0].name} ({listed[0].address})",
+                means="by its name that is a bridge of containers or virtual machines on this host: no other host can "
+                "connect to it",
+                do=f"set {_BOTH} on this host to the interface with the address that the others reach (`ip -br addr`)",
+                where=case.log.where(event),
+                likelihood=91,
+            )
     told = [(event, peer) for event, peer, _ in failures if address_kind(peer) == "loopback" and event not in failed]
     if told:
         event, peer = told[0]
@@ -222,6 +236,19 @@ def _bridges(
         if address_kind(peer) == "docker" or (peer in own and any(_CONTAINER_ID.fullmatch(h) for h in own[peer]))
     ]
     if not shared and not failed:
+        inside = [
+            host for host, (listed, _) in offered.items() if all(address_kind(o.address) == "docker" for o in listed)
+        ]
+        if inside and len(case.log.hosts()) > 1:
+            yield Finding(
+                id="bridge-address",
+                severity="warning",
+                seen=f"host {', '.join(inside[:4])} offers only addresses of Docker's default network (172.17.0.0/16)",
+                means="mostly these are containers on bridge networks of their hosts, which other hosts cannot reach",
+                do=_HOST_NETWORK,
+                where=case.log.where(*(offered[host][1] for host in inside)),
+                likelihood=70,
+            )
         return
     events = [event for event, _ in failed] or [offered[hosts[0]][1] for hosts in shared.values()]
     address = failed[0][1] if failed else next(iter(shared))
@@ -257,7 +284,23 @@ def _localhost(case: Case, failures: list[tuple[Event, str, int]]) -> Iterator[F
         )
 
 
-def _by_error(case: Case, failures: list[tuple[Event, str, int]]) -> Iterator[Finding]:
+def _other_network(found: list[tuple[Event, str]], offered: Mapping[str, tuple[list[Interface], Event]]) -> str:
+    """Say where a peer is visibly in none of this host's networks; the length of prefixes is not in a log."""
+    for event, peer in found:
+        own = [one.address for one in offered.get(event.line.host, ([], event))[0]] + [event.get("local")]
+        own = [text for text in own if "." in text and address_kind(text) == "global"]
+        near = any(text.rsplit(".", 2)[0] == peer.rsplit(".", 2)[0] for text in own)
+        if own and not near and "." in peer and address_kind(peer) == "global":
+            return (
+                f". {peer} is in another network than {', '.join(own[:3])}: the hosts may have chosen interfaces that "
+                "no network joins; name those of a common one"
+            )
+    return ""
+
+
+def _by_error(
+    case: Case, offered: Mapping[str, tuple[list[Interface], Event]], failures: list[tuple[Event, str, int]]
+) -> Iterator[Finding]:
     groups: dict[int, list[tuple[Event, str]]] = {}
     for event, peer, number in failures:
         if number in _BY_ERROR and address_kind(peer) not in ("loopback", "docker"):
@@ -268,6 +311,7 @@ def _by_error(case: Case, failures: list[tuple[Event, str, int]]) -> Iterator[Fi
         final = [event for event, _ in found if "retry" not in event.get("why")]
         target = f" to {', '.join(peers[:4])}" if peers else ""
         times = f" ({len(found)} times)" if len(found) > 1 else ""
+        means += _other_network(found, offered) if number in (110, 113, 101) else ""
         words = {113: "No route to host", 110: "timed out", 111: "refused", 101: "network unreachable"}.get(number, "")
         yield Finding(
             id=name,

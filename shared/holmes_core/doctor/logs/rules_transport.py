@@ -181,7 +181,7 @@ def _socket_on_rdma(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
         elif verbs is not None:
             yield Finding(
                 id="no-libibverbs",
-                severity="warning",
+                severity="warning" if hca is not None else "note",
                 seen=f"host {host or '?'} has no libibverbs, and NCCL uses sockets",
                 means="without the library NCCL cannot see any InfiniBand or RoCE device, whatever the hardware",
                 do="install libibverbs1 and the providers (ibverbs-providers, rdma-core) in the image, if the host "
