@@ -8,13 +8,13 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import yaml
 
 from holmes_core.cluster.host import expand_hosts
 from holmes_core.errors import ConfigError, did_you_mean
-from holmes_core.lab.spec import FAULTS, LAB_KINDS, PORT_RATES, Fault, FaultKind, LabCluster, LabSpec
+from holmes_core.lab.spec import FAULTS, LAB_KINDS, PORT_RATES, Fault, LabCluster, LabSpec
 
 __all__ = ["load_spec", "parse_rate", "parse_spec"]
 
@@ -205,7 +205,7 @@ def _fault(data: object, where: str, clusters: Sequence[LabCluster]) -> Fault:
         seen = f"{kind} {'without a' if kind == 'nic-slow' else 'with a'} rate"
         raise ConfigError(seen=seen, where=where, do=f"write for example {_FAULT_EXAMPLE}")
     rate = parse_rate(given["rate"], where=f"{where}, rate") if "rate" in given else None
-    return Fault(fault=cast(FaultKind, kind), host=host, nic=nic, rate=rate)
+    return Fault(fault=kind, host=host, nic=nic, rate=rate)
 
 
 def _nic(value: object, cluster: LabCluster, where: str) -> str:
