@@ -55,7 +55,7 @@ def test_version(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan"], "`plan` is not in this release yet"),
+        (["probe"], "`probe` is not in this release yet"),
         (["convrt"], "unknown command `convrt` (did you mean 'convert'?)"),
         (["fly"], "unknown command `fly`. See `holmes --help`."),
     ],

@@ -120,6 +120,18 @@ def _doctor(words: list[str]) -> int:
     return doctor(words)
 
 
+def _plan(words: list[str]) -> int:
+    from holmes_core.plan.search_command import main as plan
+
+    return plan(words)
+
+
+def _simulate(words: list[str]) -> int:
+    from holmes_core.plan.simulate_command import main as simulate
+
+    return simulate(words)
+
+
 def _version(words: list[str]) -> int:
     argparse.ArgumentParser(prog="holmes version", description="Print the versions that matter.").parse_args(words)
     from importlib.metadata import PackageNotFoundError, version
@@ -153,10 +165,12 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "detect": ("what this host's networks are, and what a job can use of them", _detect),
     "topology": ("the clusters of a job: who shares a fabric with whom, and why", _topology),
     "doctor": ("what is wrong: with this host, with other hosts, or by the logs of a job", _doctor),
+    "plan": ("find the fastest layout for a model on declared clusters", _plan),
+    "simulate": ("replay a step: times, memory, bytes per link, a timeline", _simulate),
     "lab": ("clusters with unequal networks on this Linux machine, to try things in", _lab),
     "version": ("print the versions that matter", _version),
 }
-_LATER = ("probe", "plan", "simulate")
+_LATER = ("probe",)
 
 if __name__ == "__main__":
     sys.exit(main())

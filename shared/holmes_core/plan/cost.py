@@ -1,0 +1,375 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a layout costs: seconds per step and bytes per rank, in closed form. All of it is prediction.
+
+Per stage and micro-batch: matrix products at the accelerator's rate, a fixed time per block for launching kernels,
+tensor-parallel all-reduces. Per edge: bytes over the bandwidth that a rank gets while its neighbours send, too. Per
+step: the schedule's critical path, gradients over the rings of each stage, the optimizer's passes over memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+
+from holmes_core.cluster.value import Value
+from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
+from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds, rank_of_stage
+from holmes_core.plan.hardware import Hardware
+from holmes_core.plan.profile import ModelProfile
+
+__all__ = ["PRECISIONS", "Choice", "CostModel", "Job", "Prediction", "StageCosts"]
+
+#: Part of the peak that matrix products of large models reach in training (Narayanan et al. 2021, table 1: 44 to 52 %
+#: with communication and bubbles, on A100).
+COMPUTE_EFFICIENCY = 0.55
+#: Seconds a block's forward pass takes at least, however small it is: about 15 kernels of 4 us each.
+BLOCK_SECONDS = 60e-6
+#: Bytes that CUDA, its libraries and the communicators take on every GPU.
+RUNTIME_BYTES = int(1.5 * 2**30)
+#: Part of a GPU's memory that can be used before fragmentation makes an allocation fail.
+USABLE_MEMORY = 0.92
+_TP_LATENCY = 15e-6
+
+# Bytes per parameter: weights, gradients, optimizer states (Adam's two moments), autocast's copies.
+PRECISIONS: dict[str, tuple[int, int, int, int]] = {
+    "bf16-mixed": (4, 4, 8, 2),
+    "bf16-true": (2, 2, 4, 0),
+    "32-true": (4, 4, 8, 0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(Value):
+    """What is to be trained, on what.
+
+    Args:
+        profile: The model, at one sequence length.
+        hardware: The clusters.
+        batch: Samples per step over all replicas.
+        precision: A key of PRECISIONS.
+        efficiency: Part of the peak that compute reaches, where no speed was measured.
+        overlap: Part of the gradient traffic that is hidden behind compute, 0 to 1.
+    """
+
+    profile: ModelProfile
+    hardware: Hardware
+    batch: int
+    precision: str = "bf16-mixed"
+    efficiency: float = COMPUTE_EFFICIENCY
+    overlap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice(Value):
+    """One way to run a job.
+
+    Args:
+        tp: Tensor-parallel degree.
+        dp: Data-parallel degree.
+        order: Clusters along the pipeline, as positions in ``Hardware.clusters``.
+        stages: Pipeline ranks of each of them, in that order.
+        schedule: Name in ``config.SCHEDULES``.
+        virtual_stages: Stages per rank.
+        micro_batch_size: Samples per micro-batch.
+        recompute: Whether blocks are recomputed in the backward pass.
+        layers_per_stage: Blocks of each stage in pipeline order.
+    """
+
+    tp: int
+    dp: int
+    order: tuple[int, ...]
+    stages: tuple[int, ...]
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    micro_batch_size: int = 1
+    recompute: bool = False
+    layers_per_stage: tuple[int, ...] = ()
+
+    @property
+    def pp(self) -> int:
+        """Ranks along the pipeline."""
+        return sum(self.stages)
+
+    @property
+    def width(self) -> int:
+        """Ranks of one stage."""
+        return self.dp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of the pipeline."""
+        return self.pp * self.virtual_stages
+
+    def rank_of(self, stage: int) -> int:
+        """Return the pp rank that runs a stage."""
+        return rank_of_stage(self.schedule, stage, self.pp)
+
+    def stages_of(self, rank: int) -> list[int]:
+        """Return the stages a pp rank runs, ascending."""
+        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+
+    def describe(self) -> str:
+        """Return the choice on one line."""
+        virtual = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+        recompute = ", recompute" if self.recompute else ""
+        return (
+            f"pp {self.pp} x dp {self.dp} x tp {self.tp}, {self.schedule}{virtual}, "
+            f"micro-batch {self.micro_batch_size}{recompute}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCosts:
+    """Seconds and bytes of a choice, per stage (in pipeline order) or per pp rank.
+
+    Args:
+        forward: Seconds per micro-batch, per stage.
+        backward: The same, with recomputation where it is chosen.
+        edges: The way from each stage to the next.
+        sent: Bytes one rank sends over an edge per micro-batch, in each direction.
+        gradient_seconds: Per pp rank, per step: gradients summed, parameters handed out.
+        gradient_bytes: Per pp rank: what its rings move between hosts in one step.
+        optimizer_seconds: Per pp rank, per step.
+        tied_seconds: Per step: gradients of the weights that first and last stage share.
+        static_bytes: Per pp rank: weights, gradients, optimizer states, runtime.
+        activation_bytes: Per stage and micro-batch.
+        transient_bytes: Per pp rank: what one micro-batch needs while it is computed.
+        limit_bytes: Per pp rank: memory that can be used.
+        num_microbatches: Per step and replica.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    edges: tuple[Edge, ...]
+    sent: int
+    gradient_seconds: tuple[float, ...]
+    gradient_bytes: tuple[float, ...]
+    optimizer_seconds: tuple[float, ...]
+    tied_seconds: float
+    static_bytes: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    transient_bytes: tuple[int, ...]
+    limit_bytes: tuple[int, ...]
+    num_microbatches: int
+
+    def send_seconds(self, edge: int) -> float:
+        """Return how long an activation occupies an edge."""
+        return self.sent / self.edges[edge].bandwidth
+
+    def port_seconds(self) -> float:
+        """Return how long the busiest port sends per micro-batch."""
+        ports: dict[str, float] = {"": 0.0}
+        for index, edge in enumerate(self.edges):
+            for port in (edge.source, edge.target):
+                if port:
+                    ports[port] = ports.get(port, 0.0) + self.send_seconds(index)
+        return max(ports.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction(Value):
+    """What a choice is predicted to cost.
+
+    Args:
+        step_seconds: One optimizer step.
+        pipeline_seconds: Of them, from the first forward to the last backward pass.
+        gradient_seconds: Summing gradients and handing out parameters, where it is not hidden.
+        optimizer_seconds: Of the slowest rank.
+        bubble: Part of the pipeline's time in which ranks wait, on average.
+        tokens_per_second: Of the whole job.
+        mfu: Model FLOPs over what all accelerators could do at their peak.
+        memory_bytes: Peak of each pp rank.
+        limit_bytes: What each pp rank has.
+        slowest_stage: Position in the pipeline.
+        link_bytes: Link in words -> bytes per step of all ranks together, both directions.
+    """
+
+    step_seconds: float
+    pipeline_seconds: float
+    gradient_seconds: float
+    optimizer_seconds: float
+    bubble: float
+    tokens_per_second: float
+    mfu: float
+    memory_bytes: tuple[int, ...]
+    limit_bytes: tuple[int, ...]
+    slowest_stage: int
+    link_bytes: Mapping[str, int] = field(default_factory=dict, hash=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return all(need <= have for need, have in zip(self.memory_bytes, self.limit_bytes, strict=True))
+
+
+class CostModel:
+    """Predicts choices of one job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.network = Network(job.hardware)
+        profile = job.profile
+        clusters = job.hardware.clusters
+        self.speeds = [(c.speed or c.gpu.tflops * job.efficiency) * 1e12 for c in clusters]
+        self._limits = [int(c.gpu.memory * 2**30 * USABLE_MEMORY) for c in clusters]
+        self._peak = sum(c.ranks * c.gpu.tflops * 1e12 for c in clusters)
+        self.flops = [0.0, *accumulate(block.forward_flops for block in profile.blocks)]
+        self.parameters = [0, *accumulate(block.parameters for block in profile.blocks)]
+        self.kept = [0, *accumulate(block.activation_bytes for block in profile.blocks)]
+        self.whole = [0, *accumulate(block.whole_bytes for block in profile.blocks)]
+        weights, grads, states, casts = PRECISIONS[job.precision]
+        self.per_parameter, self.states = weights + grads + casts, states
+        self._grad_bytes, self._weight_bytes = grads, weights
+        self._largest_block = max(block.activation_bytes for block in profile.blocks)
+
+    def places(self, choice: Choice) -> list[Place]:
+        """Return where each pp rank's stage lies."""
+        found: list[Place] = []
+        for cluster, count in zip(choice.order, choice.stages, strict=True):
+            found.extend(self.network.places(cluster, choice.width)[:count])
+        return found
+
+    def block_seconds(self, cluster: int, tp: int, samples: int, flops: float) -> float:
+        """Seconds of one block's forward pass on a micro-batch."""
+        seconds = samples * flops / (tp * self.speeds[cluster]) + BLOCK_SECONDS
+        if tp > 1:  # one all-reduce after attention, one after the feed-forward layer
+            moved = 2 * (tp - 1) / tp * samples * self.job.profile.boundary_bytes
+            seconds += 2 * (moved / self.network.local_bandwidth(cluster) + _TP_LATENCY)
+        return seconds
+
+    def head_seconds(self, cluster: int, tp: int, samples: int) -> float:
+        """Seconds of the head's forward pass on a micro-batch."""
+        return samples * self.job.profile.head_forward_flops / (tp * self.speeds[cluster])
+
+    def stage_costs(self, choice: Choice) -> StageCosts:
+        """Work out what each stage and each edge of a choice costs."""
+        job, profile, tp, dp, x = self.job, self.job.profile, choice.tp, choice.dp, choice.micro_batch_size
+        places, pp, width = self.places(choice), choice.pp, choice.width
+        num_stages = choice.num_stages
+        rank_of = [choice.rank_of(stage) for stage in range(num_stages)]
+        passes = 3.0 if choice.recompute else 2.0  # of the forward pass's time, in the backward pass
+        forward, backward, kept = [], [], []
+        parameters = [0.0] * pp
+        at = 0
+        for stage, count in enumerate(choice.layers_per_stage):
+            place, stop = places[rank_of[stage]], at + count
+            flops = self.flops[stop] - self.flops[at]
+            seconds = count * self.block_seconds(place.cluster, tp, x, flops / max(count, 1))
+            parameters[rank_of[stage]] += (self.parameters[stop] - self.parameters[at]) / tp
+            head = self.head_seconds(place.cluster, tp, x) if stage == num_stages - 1 else 0.0
+            forward.append(seconds + head)
+            backward.append(passes * seconds + 2 * head)
+            kept.append(x * (count * profile.boundary_bytes if choice.recompute else self._kept(at, stop, tp)))
+            at = stop
+        parameters[0] += profile.embedding_parameters / tp
+        parameters[rank_of[-1]] += profile.head_parameters / tp
+        edges = tuple(self._edge(places[a], places[b], a == b, width) for a, b in pairwise(rank_of))
+        gradient = [self._gradients(places[r], n, dp, tp) for r, n in enumerate(parameters)]
+        transient = [x * self._largest_block // tp if choice.recompute else 0] * pp
+        transient[rank_of[-1]] += x * profile.head_activation_bytes // tp
+        clusters = job.hardware.clusters
+        # Adam reads and writes weights and both moments, and reads gradients; replicas share the work.
+        touched = (2 * self._weight_bytes + 2 * self.states + self._grad_bytes) / dp
+        return StageCosts(
+            forward=tuple(forward),
+            backward=tuple(backward),
+            edges=edges,
+            sent=x * profile.boundary_bytes,
+            gradient_seconds=tuple(seconds for seconds, _ in gradient),
+            gradient_bytes=tuple(moved for _, moved in gradient),
+            optimizer_seconds=tuple(
+                n * touched / (clusters[place.cluster].gpu.bandwidth * 1e9 * 0.7)
+                for n, place in zip(parameters, places, strict=True)
+            ),
+            tied_seconds=self._tied(places, rank_of[-1], width, tp),
+            static_bytes=tuple(int(n * (self.per_parameter + self.states / dp)) + RUNTIME_BYTES for n in parameters),
+            activation_bytes=tuple(kept),
+            transient_bytes=tuple(transient),
+            limit_bytes=tuple(self._limits[place.cluster] for place in places),
+            num_microbatches=max(1, -(-(job.batch // dp) // x)),
+        )
+
+    def predict(self, choice: Choice) -> Prediction:
+        """Predict one step of a choice."""
+        costs = self.stage_costs(choice)
+        m, pp, v = costs.num_microbatches, choice.pp, choice.virtual_stages
+        pipeline = pipeline_seconds(
+            choice.schedule,
+            costs.forward,
+            costs.backward,
+            [costs.send_seconds(edge) for edge in range(len(costs.edges))],
+            [edge.latency for edge in costs.edges],
+            num_microbatches=m,
+            pp=pp,
+            port=costs.port_seconds(),
+        )
+        memory = []
+        for rank in range(pp):
+            stages = choice.stages_of(rank) if v > 1 else [rank]
+            held = in_flight(choice.schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m)
+            mean = sum(costs.activation_bytes[stage] for stage in stages) / v
+            memory.append(costs.static_bytes[rank] + int(held * mean) + costs.transient_bytes[rank])
+        gradient = max(costs.gradient_seconds) * (1 - self.job.overlap) + costs.tied_seconds
+        return self.assemble(choice, costs, pipeline, tuple(memory), gradient)
+
+    def assemble(
+        self, choice: Choice, costs: StageCosts, pipeline: float, memory: tuple[int, ...], gradient: float
+    ) -> Prediction:
+        """Put a prediction together from the pipeline's seconds, however they were found."""
+        m, pp = costs.num_microbatches, choice.pp
+        step = pipeline + gradient + max(costs.optimizer_seconds)
+        works = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
+        per_rank = [0.0] * pp
+        for stage, work in enumerate(works):
+            per_rank[choice.rank_of(stage)] += work
+        links: dict[str, int] = {}
+        for edge in costs.edges:
+            if edge is INSIDE_RANK:
+                continue
+            links[edge.label] = links.get(edge.label, 0) + 2 * m * costs.sent * choice.width
+        for place, moved in zip(self.places(choice), costs.gradient_bytes, strict=True):
+            if moved:
+                label = f"inside {self.job.hardware.clusters[place.cluster].name} (gradients, parameters)"
+                links[label] = links.get(label, 0) + int(moved)
+        profile = self.job.profile
+        return Prediction(
+            step_seconds=step,
+            pipeline_seconds=pipeline,
+            gradient_seconds=gradient,
+            optimizer_seconds=max(costs.optimizer_seconds),
+            bubble=1 - m * sum(per_rank) / (pp * pipeline),
+            tokens_per_second=self.job.batch * profile.seq / step,
+            mfu=self.job.batch * profile.flops / step / self._peak,
+            memory_bytes=memory,
+            limit_bytes=costs.limit_bytes,
+            slowest_stage=per_rank.index(max(per_rank)),
+            link_bytes=links,
+        )
+
+    def _kept(self, start: int, stop: int, tp: int) -> int:
+        """Bytes per sample that a rank keeps of a run of blocks; tp divides all but what norms keep."""
+        whole = self.whole[stop] - self.whole[start]
+        return whole + (self.kept[stop] - self.kept[start] - whole) // tp
+
+    def _edge(self, a: Place, b: Place, same: bool, width: int) -> Edge:
+        return INSIDE_RANK if same else self.network.edge(a, b, width)
+
+    def _gradients(self, place: Place, parameters: float, dp: int, tp: int) -> tuple[float, float]:
+        """Seconds to sum a stage's gradients over its replicas and to hand out parameters; bytes between hosts."""
+        if dp == 1:
+            return 0.0, 0.0
+        per_ring = (dp - 1) / dp * parameters * (self._grad_bytes + self._weight_bytes)
+        between = self.network.ring_bandwidth(place, dp)
+        if not between:
+            return per_ring / self.network.local_bandwidth(place.cluster), 0.0
+        # One ring per tp rank, all through the same ports.
+        return tp * per_ring / between, tp * per_ring * (place.last_host - place.first_host + 1)
+
+    def _tied(self, places: list[Place], last: int, width: int, tp: int) -> float:
+        if not self.job.profile.tied_parameters or last == 0:
+            return 0.0
+        edge = self.network.edge(places[0], places[last], width)
+        # Only the replica that owns the weight sends: its tp ranks, not all that share the port.
+        share = max(1, places[0].per_host // tp)
+        return self._grad_bytes * self.job.profile.tied_parameters / tp / (edge.bandwidth * share)

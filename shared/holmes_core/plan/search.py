@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the fastest layout: every legal one is predicted in closed form, the best of them are simulated.
+
+Legal: tp divides heads, key/value heads and each host; a stage's ranks divide every cluster; dp divides the batch;
+every stage has a block; every rank has the memory. Blocks are split so that the slowest stage is as fast as it can be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+
+from holmes_core.cluster.value import Value
+from holmes_core.errors import ConfigError
+from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
+from holmes_core.plan.cost_schedule import in_flight
+from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition
+from holmes_core.plan.simulate import predict_by_simulation
+
+__all__ = ["Candidate", "Limits", "SearchResult", "candidates", "search", "split_blocks", "why_slower"]
+
+_VIRTUAL = (2, 3, 4)
+_LARGEST_MICRO_BATCH = 64
+_ORDERS_IN_FULL = 3000  # predictions up to which every order of the clusters is tried with every layout
+_SHORTLIST = 24
+_ACTIONS = 120_000  # most actions simulated in one search
+_SAME = 1e-3  # relative difference below which fewer stages, and a plainer order of clusters, win
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Value):
+    """What the user has fixed; None leaves it to the search.
+
+    Args:
+        pp: Pipeline ranks.
+        dp: Data-parallel degree.
+        tp: Tensor-parallel degree.
+        schedule: Name of the schedule.
+        virtual_stages: Stages per rank.
+        micro_batch_size: Samples per micro-batch.
+        recompute: Whether blocks are recomputed.
+        partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
+    """
+
+    pp: int | None = None
+    dp: int | None = None
+    tp: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    micro_batch_size: int | None = None
+    recompute: bool | None = None
+    partition: str = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Value):
+    """A choice with its prediction."""
+
+    choice: Choice
+    prediction: Prediction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchResult(Value):
+    """What a search has found.
+
+    Args:
+        best: The fastest.
+        runners_up: The next ones, fastest first, with other degrees or schedule each.
+        examined: Layouts that were predicted.
+        too_large: Of them, those that do not fit the memory.
+        simulated: Of them, those that were simulated.
+        closest: Of those that do not fit, the one that misses by least; None if all fit.
+    """
+
+    best: Candidate
+    runners_up: tuple[Candidate, ...]
+    examined: int
+    too_large: int
+    simulated: int
+    closest: Candidate | None = None
+
+
+def search(job: Job, limits: Limits | None = None, *, keep: int = 5) -> SearchResult:
+    """Find the fastest layout of a job.
+
+    Args:
+        job: What is to be trained, on what.
+        limits: What the user has fixed.
+        keep: Most runners-up.
+
+    Returns:
+        The fastest, and the runners-up.
+
+    Raises:
+        ConfigError: No layout is legal, or none fits the memory; says which comes closest.
+    """
+    limits = limits or Limits()
+    model = CostModel(job)
+    orders = _orders(len(job.hardware.clusters))
+    plain = list(candidates(model, limits, orders[:1]))
+    rest = orders[1:]
+    fitting = [one for one in plain if one.prediction.fits]
+    tried = list(plain)
+    if rest:
+        if len(plain) * len(orders) <= _ORDERS_IN_FULL:
+            more = list(candidates(model, limits, rest))
+        else:
+            fitting.sort(key=_seconds)
+            more = [
+                found
+                for one in fitting[:_SHORTLIST]
+                for order in rest
+                if (found := _evaluate(model, limits, _reordered(one.choice, order))) is not None
+            ]
+        tried += more
+        fitting += [one for one in more if one.prediction.fits]
+    if not fitting:
+        raise _nothing(job, limits, tried)
+    place = {order: index for index, order in enumerate(orders)}
+    fitting.sort(key=_seconds)
+    ranked = _simulated(model, fitting)
+    near = [one for one in ranked if _seconds(one) <= (1 + _SAME) * _seconds(ranked[0])]
+    best = min(near, key=lambda one: (one.choice.num_stages, place[one.choice.order], _seconds(one)))
+    runners: dict[tuple[object, ...], Candidate] = {}
+    for one in ranked:
+        if (key := _key(one.choice)) != _key(best.choice):
+            runners.setdefault(key, one)
+    too_large = [one for one in tried if not one.prediction.fits]
+    return SearchResult(
+        best=best,
+        runners_up=tuple(runners.values())[:keep],
+        examined=len(tried),
+        too_large=len(too_large),
+        simulated=len(ranked),
+        closest=min(too_large, key=_excess, default=None),
+    )
+
+
+def candidates(model: CostModel, limits: Limits, orders: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
+    """Predict every legal layout in closed form, whether it fits the memory or not.
+
+    Recomputation is tried only where a layout does not fit without it: it is never faster.
+    """
+    for order in orders:
+        for choice in _choices(model.job, limits, order):
+            plain = None
+            if limits.recompute is not True:
+                plain = _evaluate(model, limits, choice)
+                if plain is not None and (plain.prediction.fits or limits.recompute is False):
+                    yield plain
+                    continue
+            found = _evaluate(model, limits, replace(choice, recompute=True))
+            if found is not None or plain is not None:
+                yield found or plain  # type: ignore[misc]
+
+
+def split_blocks(model: CostModel, choice: Choice, partition: str = "auto") -> tuple[int, ...] | None:
+    """Split the blocks over a choice's stages.
+
+    Args:
+        model: The job's costs.
+        choice: The layout; its ``layers_per_stage`` are not looked at.
+        partition: ``auto``, ``equal`` or ``paper``.
+
+    Returns:
+        Blocks per stage; None where there are fewer blocks than stages.
+    """
+    profile, stages = model.job.profile, choice.num_stages
+    count = len(profile.blocks)
+    if stages > count:
+        return None
+    places = model.places(choice)
+    clusters = [places[choice.rank_of(stage)].cluster for stage in range(stages)]
+    if partition == "equal":
+        return equal_partition(count, stages)
+    if partition == "paper":
+        return paper_partition(count, [model.speeds[cluster] for cluster in clusters])
+    flops = model.flops[-1] / count
+    passes = 4 if choice.recompute else 3
+    x, tp = choice.micro_batch_size, choice.tp
+    seconds = {c: passes * model.block_seconds(c, tp, x, flops) for c in set(clusters)}
+    extra = [0.0] * stages
+    extra[-1] = 3 * model.head_seconds(clusters[-1], tp, x)
+    limits = _block_limits(model, choice, clusters)
+    split = fill_stages(count, [seconds[c] for c in clusters], extra, limits)
+    # Where memory leaves no split, the fastest one shows by how much it misses.
+    return split or fill_stages(count, [seconds[c] for c in clusters], extra, [count] * stages)
+
+
+def _block_limits(model: CostModel, choice: Choice, clusters: Sequence[int]) -> list[int]:
+    """Most blocks of each stage that fit its rank's memory."""
+    job, profile, v = model.job, model.job.profile, choice.virtual_stages
+    count, tp, x = len(profile.blocks), choice.tp, choice.micro_batch_size
+    m = max(1, job.batch // choice.dp // x)
+    empty = model.stage_costs(replace(choice, layers_per_stage=(0,) * choice.num_stages))
+    whole = model.whole[-1]
+    kept = profile.boundary_bytes * count if choice.recompute else whole + (model.kept[-1] - whole) / tp
+    weights = model.parameters[-1] / count / tp * (model.per_parameter + model.states / choice.dp)
+    found = []
+    for stage in range(choice.num_stages):
+        rank = choice.rank_of(stage)
+        held = in_flight(choice.schedule, rank=rank, pp=choice.pp, virtual_stages=v, num_microbatches=m)
+        free = empty.limit_bytes[rank] - empty.static_bytes[rank] - empty.transient_bytes[rank]
+        per_block = weights + held / v * x * kept / count
+        found.append(min(count, max(0, int(free / v // per_block))))
+    return found
+
+
+def why_slower(best: Candidate, other: Candidate) -> str:
+    """Say in words what makes one candidate slower than another."""
+    a, b = best.prediction, other.prediction
+    gaps = {
+        "gradients": b.gradient_seconds - a.gradient_seconds,
+        "optimizer": b.optimizer_seconds - a.optimizer_seconds,
+        "pipeline": b.pipeline_seconds - a.pipeline_seconds,
+    }
+    worst = max(gaps, key=lambda name: gaps[name])
+    if gaps[worst] < 0.01 * a.step_seconds:
+        return "about as fast"
+    if worst == "gradients":
+        return f"gradients take {b.gradient_seconds:.3g} s, not {a.gradient_seconds:.3g} s"
+    if worst == "optimizer":
+        return f"the optimizer takes {b.optimizer_seconds:.3g} s, not {a.optimizer_seconds:.3g} s"
+    if other.choice.recompute and not best.choice.recompute:
+        return "has to recompute blocks to fit the memory"
+    if b.bubble > a.bubble + 0.01:
+        return f"ranks wait {b.bubble:.0%} of the pipeline's time, not {a.bubble:.0%}"
+    if other.choice.tp > best.choice.tp:
+        return f"tp {other.choice.tp} adds all-reduces to every block"
+    return f"its pipeline takes {b.pipeline_seconds:.3g} s, not {a.pipeline_seconds:.3g} s"
+
+
+def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choice]:
+    clusters, profile = job.hardware.clusters, job.profile
+    widest = math.gcd(*(cluster.ranks for cluster in clusters))
+    sizes = math.gcd(*(size for cluster in clusters for size in cluster.hosts))
+    heads = math.gcd(sizes, profile.num_heads, profile.num_kv_heads)
+    for width in _divisors(widest):
+        stages = tuple(clusters[c].ranks // width for c in order)
+        pp = sum(stages)
+        if pp > len(profile.blocks) or limits.pp not in (None, pp):
+            continue
+        for tp in _divisors(math.gcd(heads, width)):
+            dp = width // tp
+            if job.batch % dp or limits.tp not in (None, tp) or limits.dp not in (None, dp):
+                continue
+            for x in _divisors(job.batch // dp):
+                if x > _LARGEST_MICRO_BATCH or limits.micro_batch_size not in (None, x):
+                    continue
+                m = job.batch // dp // x
+                for schedule, v in _schedules(limits, pp, m, len(profile.blocks)):
+                    yield Choice(
+                        tp=tp, dp=dp, order=order, stages=stages, schedule=schedule, virtual_stages=v,
+                        micro_batch_size=x,
+                    )  # fmt: skip
+
+
+def _schedules(limits: Limits, pp: int, m: int, blocks: int) -> Iterator[tuple[str, int]]:
+    """The schedules that can run: 1F1B needs as many micro-batches as stages, interleaving whole rounds of them."""
+    if pp == 1:
+        found = [("1f1b", 1)]
+    else:
+        found = [("1f1b", 1)] if m >= pp else []
+        found.append(("gpipe", 1))
+        if m >= pp and m % (m // pp) == 0:
+            found += [("interleaved_1f1b", v) for v in _VIRTUAL if pp * v <= blocks]
+    for schedule, v in found:
+        if limits.schedule in (None, schedule) and limits.virtual_stages in (None, v):
+            yield schedule, v
+
+
+def _evaluate(model: CostModel, limits: Limits, choice: Choice) -> Candidate | None:
+    layers = split_blocks(model, choice, limits.partition)
+    if layers is None:
+        return None
+    choice = replace(choice, layers_per_stage=layers)
+    return Candidate(choice=choice, prediction=model.predict(choice))
+
+
+def _simulated(model: CostModel, fitting: Sequence[Candidate]) -> list[Candidate]:
+    """Simulate the best and rank them again."""
+    # The best of each kind of layout first: closed form and simulation differ more between kinds than within one.
+    first: dict[tuple[object, ...], Candidate] = {}
+    for one in fitting:
+        first.setdefault(_key(one.choice), one)
+    leaders = list(first.values())[: _SHORTLIST // 2]
+    chosen = {id(one) for one in leaders}
+    others = [one for one in fitting[:_SHORTLIST] if id(one) not in chosen]
+    done: list[Candidate] = []
+    actions = 0
+    for one in [*leaders, *others][:_SHORTLIST]:
+        m = model.job.batch // one.choice.dp // one.choice.micro_batch_size
+        actions += 2 * min(m, 8 * one.choice.pp) * one.choice.num_stages
+        if done and actions > _ACTIONS:
+            break
+        done.append(Candidate(choice=one.choice, prediction=predict_by_simulation(model, one.choice)))
+    done.sort(key=_seconds)
+    return done
+
+
+def _orders(count: int) -> list[tuple[int, ...]]:
+    """Orders of the clusters along the pipeline; first the one a job takes whose rank 0 is in the first cluster."""
+    first = (*range(1, count), 0)
+    if count > 4:  # too many to try: each cluster last once, the others as they are written
+        return [first, *((*(c for c in range(count) if c != last), last) for last in range(1, count))]
+    return [first, *(order for order in permutations(range(count)) if order != first)]
+
+
+def _reordered(choice: Choice, order: tuple[int, ...]) -> Choice:
+    stages = dict(zip(choice.order, choice.stages, strict=True))
+    return replace(choice, order=order, stages=tuple(stages[c] for c in order))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _seconds(one: Candidate) -> float:
+    return one.prediction.step_seconds
+
+
+def _excess(one: Candidate) -> float:
+    p = one.prediction
+    return max(need / have for need, have in zip(p.memory_bytes, p.limit_bytes, strict=True))
+
+
+def _key(choice: Choice) -> tuple[object, ...]:
+    return choice.pp, choice.dp, choice.tp, choice.schedule, choice.virtual_stages
+
+
+def _nothing(job: Job, limits: Limits, tried: Sequence[Candidate]) -> ConfigError:
+    given = {key: value for key, value in limits.to_json().items() if value not in (None, "auto")}
+    shown = ", ".join(f"{key} {value}" for key, value in given.items()) or "nothing fixed"
+    if tried:
+        near = min(tried, key=_excess)
+        p = near.prediction
+        rank = max(range(near.choice.pp), key=lambda r: p.memory_bytes[r] / p.limit_bytes[r])
+        need, have = p.memory_bytes[rank] / 2**30, p.limit_bytes[rank] / 2**30
+        return ConfigError(
+            seen=f"{len(tried)} layouts ({shown}), none fits the memory",
+            where="holmes plan",
+            means=f"nearest: {near.choice.describe()}: stage {rank} needs {need:.1f} GiB, {have:.1f} GiB can be used",
+            do="use more or larger GPUs, a shorter sequence, or bf16-true; or fix less",
+        )
+    sizes = ", ".join(f"{c.name} {c.ranks}" for c in job.hardware.clusters)
+    dps = [dp for dp in _divisors(math.gcd(*(c.ranks for c in job.hardware.clusters))) if job.batch % dp == 0]
+    return ConfigError(
+        seen=f"no layout of {job.hardware.ranks} ranks ({sizes}) is legal ({shown}; batch {job.batch})",
+        where="holmes plan",
+        means=f"dp x tp must divide every cluster, each of up to {len(job.profile.blocks)} stages needs a block, and "
+        f"dp must divide the batch (possible here: {', '.join(map(str, dps))})",
+        do="fix less, change the batch, or leave hosts out so that the clusters' sizes share a larger divisor",
+    )

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replay a schedule's actions over links with bandwidth, latency and sharing. What comes out is a prediction.
+
+Ranks work through their lists one action after another. A forward pass waits for its activation, a backward pass for
+its gradient; what they produce is sent at once, beside compute, and queues behind what is already on its way through
+the same port. All replicas do the same at the same time: one of them is simulated, with its share of each port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from holmes_core.cluster.value import Value
+from holmes_core.errors import HolmesError
+from holmes_core.plan.cost import Choice, CostModel, Prediction, StageCosts
+from holmes_core.plan.cost_network import INSIDE_RANK
+from holmes_core.plan.simulate_orders import Action, check_orders, make_orders
+
+__all__ = ["Event", "Simulation", "Transfer", "predict_by_simulation", "simulate"]
+
+#: Part of a whole backward pass that the input's gradient takes; the weights' take the rest.
+_INPUT_SHARE = 0.5
+
+
+class Event(NamedTuple):
+    """What a pp rank does from ``start`` to ``end`` (seconds): F, B, I, W of a stage, or reduce, optimizer, gather."""
+
+    rank: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+
+
+class Transfer(NamedTuple):
+    """An activation (F) or gradient (B): on the port from ``start`` to ``end``, there at ``arrival``."""
+
+    sender: int
+    receiver: int
+    kind: str
+    stage: int
+    micro_batch: int
+    start: float
+    end: float
+    arrival: float
+    label: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simulation(Value):
+    """One simulated step.
+
+    Args:
+        prediction: Its times, memory and bytes.
+        events: What each pp rank does, in order of time.
+        transfers: What is sent.
+    """
+
+    prediction: Prediction
+    events: tuple[Event, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
+
+
+def simulate(model: CostModel, choice: Choice, orders: Sequence[Sequence[Action]] | None = None) -> Simulation:
+    """Simulate one step of a choice.
+
+    Args:
+        model: The job's costs.
+        choice: The layout.
+        orders: Each pp rank's actions; None takes the schedule's own.
+
+    Returns:
+        The simulated step.
+
+    Raises:
+        ConfigError: The orders are not complete.
+        HolmesError: The orders wait for each other for ever.
+    """
+    costs = model.stage_costs(choice)
+    m = costs.num_microbatches
+    if orders is None:
+        orders = make_orders(choice.schedule, pp=choice.pp, virtual_stages=choice.virtual_stages, num_microbatches=m)
+    check_orders(orders, schedule=choice.schedule, pp=choice.pp, num_stages=choice.num_stages, m=m)
+    run = _Run(costs, choice, orders)
+    run.run()
+    pipeline = max(run.ends)
+    tail, gradient = _end_of_step(costs, run.ends, model.job.overlap)
+    events = sorted([*run.events, *tail], key=lambda event: (event.start, event.rank))
+    prediction = model.assemble(choice, costs, pipeline, run.memory(), gradient)
+    return Simulation(prediction=prediction, events=tuple(events), transfers=tuple(run.transfers))
+
+
+def predict_by_simulation(model: CostModel, choice: Choice) -> Prediction:
+    """Simulate one step; of a long one, the beginning, and its pace for the rest.
+
+    A schedule settles into a period after a few rounds of pp micro-batches. With more than 8 rounds, 3 and 5 are
+    simulated, and what the two between them take is what each two of the rest take.
+    """
+    costs = model.stage_costs(choice)
+    m, pp = costs.num_microbatches, choice.pp
+    if choice.schedule in ("gpipe", "looped_bfs") or m <= 8 * pp:
+        return simulate(model, choice).prediction
+    per_round = m // (m // pp)
+    runs = []
+    for count in (3 * per_round, 5 * per_round):
+        orders = make_orders(choice.schedule, pp=pp, virtual_stages=choice.virtual_stages, num_microbatches=count)
+        run = _Run(costs, choice, orders)
+        run.run()
+        runs.append(run)
+    pace = (max(runs[1].ends) - max(runs[0].ends)) / (2 * per_round)
+    ends = [end + (m - 5 * per_round) * pace for end in runs[1].ends]
+    _, gradient = _end_of_step(costs, ends, model.job.overlap)
+    return model.assemble(choice, costs, max(ends), runs[1].memory(), gradient)
+
+
+def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float) -> tuple[list[Event], float]:
+    """What follows the pipeline: gradients of each stage as soon as it is done, then, on all ranks, the optimizer.
+
+    The norm of the whole model's gradient holds all ranks back until the last has summed. Returns the events and the
+    seconds from the pipeline's end to the step's, the optimizer's aside.
+    """
+    events: list[Event] = []
+    summed = []
+    for rank, end in enumerate(ends):
+        half = costs.gradient_seconds[rank] * (1 - overlap) / 2
+        summed.append(end + half)
+        if half:
+            events.append(Event(rank, "reduce", -1, -1, end, end + half))
+    ready = max(max(summed), max(ends) + costs.tied_seconds)
+    done = 0.0
+    for rank, seconds in enumerate(costs.optimizer_seconds):
+        half = costs.gradient_seconds[rank] * (1 - overlap) / 2
+        events.append(Event(rank, "optimizer", -1, -1, ready, ready + seconds))
+        if half:
+            events.append(Event(rank, "gather", -1, -1, ready + seconds, ready + seconds + half))
+        done = max(done, ready + seconds + half)
+    return events, done - max(ends) - max(costs.optimizer_seconds)
+
+
+class _Run:
+    """The state of one simulation. Time only moves forward: events come off one heap."""
+
+    def __init__(self, costs: StageCosts, choice: Choice, orders: Sequence[Sequence[Action]]) -> None:
+        self._costs, self._choice, self._orders = costs, choice, orders
+        self._next = [0] * len(orders)
+        self._port_free: dict[str, float] = {}
+        self._there: set[tuple[str, int, int]] = set()  # (F or B, stage, micro-batch) whose input has arrived
+        self._waiting: dict[tuple[str, int, int], int] = {}
+        self._heap: list[tuple[float, int, int, Action | None, tuple[str, int, int] | None]] = []
+        self._count = 0
+        self._rank_of = [choice.rank_of(stage) for stage in range(choice.num_stages)]
+        self._held = [0] * len(orders)
+        self._peak = [0] * len(orders)
+        self.ends = [0.0] * len(orders)
+        self.events: list[Event] = []
+        self.transfers: list[Transfer] = []
+
+    def run(self) -> None:
+        for rank in range(len(self._orders)):
+            self._start_next(rank, 0.0)
+        while self._heap:
+            now, _, rank, action, arrived = heappop(self._heap)
+            if action is not None:
+                self._finish(rank, action, now)
+                self._start_next(rank, now)
+            elif arrived is not None:
+                self._there.add(arrived)
+                if (waiter := self._waiting.pop(arrived, None)) is not None:
+                    self._start_next(waiter, now)
+        stuck = [rank for rank, order in enumerate(self._orders) if self._next[rank] < len(order)]
+        if stuck:
+            action = self._orders[stuck[0]][self._next[stuck[0]]]
+            raise HolmesError(
+                seen=f"rank {stuck[0]} waits for ever at {action}",
+                where="action lists",
+                means="ranks wait for each other's results in a circle",
+                do="correct the order of the actions",
+            )
+
+    def memory(self) -> tuple[int, ...]:
+        """Peak bytes of each pp rank."""
+        costs = self._costs
+        return tuple(
+            static + peak + transient
+            for static, peak, transient in zip(costs.static_bytes, self._peak, costs.transient_bytes, strict=True)
+        )
+
+    def _push(self, time: float, rank: int, action: Action | None, arrived: tuple[str, int, int] | None) -> None:
+        self._count += 1  # ties in time go in the order in which they were found
+        heappush(self._heap, (time, self._count, rank, action, arrived))
+
+    def _start_next(self, rank: int, now: float) -> None:
+        if self._next[rank] == len(self._orders[rank]):
+            self.ends[rank] = now
+            return
+        action = self._orders[rank][self._next[rank]]
+        stage, kind, micro_batch = action
+        if kind != "W":
+            key = ("F" if kind == "F" else "B", stage, micro_batch)
+            free = stage == 0 if kind == "F" else stage == self._choice.num_stages - 1
+            if not free and key not in self._there:
+                self._waiting[key] = rank
+                return
+        self._next[rank] += 1
+        seconds = self._costs.forward[stage] if kind == "F" else self._costs.backward[stage]
+        if kind in "IW":
+            seconds *= _INPUT_SHARE if kind == "I" else 1 - _INPUT_SHARE
+        if kind == "F":
+            self._held[rank] += self._costs.activation_bytes[stage]
+            self._peak[rank] = max(self._peak[rank], self._held[rank])
+        self.events.append(Event(rank, kind, stage, micro_batch, now, now + seconds))
+        self._push(now + seconds, rank, action, None)
+
+    def _finish(self, rank: int, action: Action, now: float) -> None:
+        stage, kind, micro_batch = action
+        if kind in "BW":
+            self._held[rank] -= self._costs.activation_bytes[stage]
+        if kind == "F" and stage < self._choice.num_stages - 1:
+            self._send(stage, stage, stage + 1, "F", micro_batch, now)
+        if kind in "BI" and stage > 0:
+            self._send(stage - 1, stage, stage - 1, "B", micro_batch, now)
+
+    def _send(self, index: int, stage: int, to: int, kind: str, micro_batch: int, now: float) -> None:
+        edge = self._costs.edges[index]
+        sender, receiver = self._rank_of[stage], self._rank_of[to]
+        if edge is INSIDE_RANK:
+            self._there.add((kind, to, micro_batch))
+            if (waiter := self._waiting.pop((kind, to, micro_batch), None)) is not None:
+                self._start_next(waiter, now)
+            return
+        port = (edge.source if kind == "F" else edge.target) or f"{sender} {receiver}"
+        start = max(now, self._port_free.get(port, 0.0))
+        end = start + self._costs.send_seconds(index)
+        self._port_free[port] = end
+        self.transfers.append(
+            Transfer(sender, receiver, kind, stage, micro_batch, start, end, end + edge.latency, edge.label)
+        )
+        self._push(end + edge.latency, receiver, None, (kind, to, micro_batch))

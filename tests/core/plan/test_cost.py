@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closed-form predictions: memory, links and pace, by hand and against the simulation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from holmes_core.plan.cost import CostModel, Prediction
+from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
+from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
+from holmes_core.plan.hardware import Hardware, Link
+from tests.core.plan.prediction_jobs import choice, cluster, gpt, job, two_clusters
+
+
+def test_f4_13_early_stages_hold_more() -> None:
+    def held(schedule: str) -> list[int]:
+        return [in_flight(schedule, rank=r, pp=4, virtual_stages=1, num_microbatches=8) for r in range(4)]
+
+    assert [3 * count for count in held("1f1b")] == [12, 9, 6, 3]  # GiB, at 3 GiB each
+    assert [3 * count for count in held("gpipe")] == [24] * 4
+    assert in_flight("1f1b", rank=0, pp=4, virtual_stages=1, num_microbatches=2) == 2
+
+
+def test_f4_13_blocks_move_away_from_a_stage_without_memory() -> None:
+    profile = gpt(4096, 24, 32, 4096)
+    work = job(cluster("a", 4, gpu="V100-32GB"), batch=64, profile=profile, precision="bf16-true")
+    plain = choice(work, micro_batch_size=2)
+    model = CostModel(work)
+    assert plain.layers_per_stage[0] < plain.layers_per_stage[2]
+    assert model.predict(plain).fits
+    equal = choice(work, micro_batch_size=2, layers_per_stage=(6, 6, 6, 6))
+    assert not model.predict(equal).fits
+
+
+def test_pace_of_equal_stages() -> None:
+    """No links: (m + p - 1) (f + b), for 1F1B and GPipe alike; interleaving divides the bubble."""
+    f, b, m = [1.0] * 4, [2.0] * 4, 16
+    none = [0.0] * 3
+    for schedule in ("1f1b", "gpipe"):
+        assert pipeline_seconds(schedule, f, b, none, none, num_microbatches=m, pp=4) == pytest.approx((m + 3) * 3)
+    halves = pipeline_seconds("interleaved_1f1b", [0.5] * 8, [1.0] * 8, [0.0] * 7, [0.0] * 7, num_microbatches=m, pp=4)
+    assert halves == pytest.approx(m * 3 + 3 * 3 / 2)
+
+
+def test_pace_of_one_slow_edge() -> None:
+    """Two stages take turns: per two micro-batches the work of both and a round trip, so w + hop each."""
+    f, b = [1.0, 1.0], [2.0, 2.0]
+    short, long = (pipeline_seconds("1f1b", f, b, [0.8], [0.0], num_microbatches=m, pp=2) for m in (10, 20))
+    assert (long - short) / 10 == pytest.approx(3.0 + 0.8)
+
+
+def test_f4_23_one_ethernet_port_and_less_than_its_rate() -> None:
+    """However many ports a host has, what crosses clusters goes through one, and does not fill it."""
+    one, two = (
+        Network(Hardware(clusters=(cluster("a", 8, nics=n), cluster("b", 8, kind="roce", nics=n)))) for n in (1, 2)
+    )
+    edges = [net.edge(net.places(0, 8)[0], net.places(1, 8)[0], 8) for net in (one, two)]
+    assert edges[0].bandwidth == edges[1].bandwidth == 25e9 / 8 / 8 * SOCKET_EFFICIENCY  # eight ranks share it
+    assert SOCKET_EFFICIENCY < 1
+    assert edges[0].kind == "across"
+
+
+def test_ranks_of_a_host_share_its_ports() -> None:
+    net = Network(Hardware(clusters=(cluster("a", 8, 8, 8, 8, nics=4),)))
+    whole, half = net.places(0, 8), net.places(0, 4)
+    assert net.edge(whole[0], whole[1], 8).bandwidth * 2 == net.edge(half[1], half[2], 4).bandwidth
+    assert net.edge(half[0], half[1], 4).kind == "host"
+    assert [place.first_host for place in net.places(0, 16)] == [0, 2]
+
+
+def test_declared_links_limit_what_crosses() -> None:
+    clusters = (cluster("a", 8), cluster("b", 8, kind="roce"))
+    for link in (Link(between=("b", "a"), rate=5.0), Link(between=("a", "b"), total=5.0)):
+        net = Network(Hardware(clusters=clusters, links=(link,)))
+        edge = net.edge(net.places(0, 8)[0], net.places(1, 8)[0], 8)
+        assert edge.bandwidth == pytest.approx(5e9 / 8 / 8 * SOCKET_EFFICIENCY)
+
+
+def test_uneven_hosts_are_cut_in_order() -> None:
+    places = Network(Hardware(clusters=(cluster("a", 2, 3, 3),))).places(0, 4)
+    assert [(p.first_host, p.last_host, p.per_host, p.least) for p in places] == [(0, 1, 2, 2), (1, 2, 3, 1)]
+
+
+def test_memory_by_hand() -> None:
+    """GPT 3.6B on one rank of two replicas: 10 bytes a parameter, Adam's 8 shared by two, kept activations, logits."""
+    work = job(cluster("a", 2), batch=2)
+    profile = work.profile
+    one = choice(work, dp=2)
+    expected = profile.parameters * (10 + 8 / 2) + 1.5 * 2**30
+    expected += sum(block.activation_bytes for block in profile.blocks) + profile.head_activation_bytes
+    assert CostModel(work).predict(one).memory_bytes[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_recomputation_trades_memory_for_time() -> None:
+    work = two_clusters()
+    model = CostModel(work)
+    plain, again = (model.predict(choice(work, dp=8, recompute=r)) for r in (False, True))
+    assert max(again.memory_bytes) < max(plain.memory_bytes)
+    assert again.pipeline_seconds > plain.pipeline_seconds
+
+
+def test_tensor_parallelism_halves_weights_and_adds_traffic() -> None:
+    work = two_clusters()
+    model = CostModel(work)
+    one, two = (model.stage_costs(choice(work, tp=tp, dp=16 // tp)) for tp in (1, 2))
+    assert two.static_bytes[0] < one.static_bytes[0]
+    assert one.forward[0] / 2 < two.forward[0] < one.forward[0]
+
+
+def test_gradients_cross_hosts_or_stay_inside() -> None:
+    work = two_clusters()
+    model = CostModel(work)
+    wide, narrow = model.stage_costs(choice(work, dp=16)), model.stage_costs(choice(work, dp=8))
+    assert min(wide.gradient_bytes) > 0
+    assert max(narrow.gradient_bytes) == 0
+    assert max(narrow.gradient_seconds) < max(wide.gradient_seconds)
+    hidden = CostModel(two_clusters(overlap=1.0)).predict(choice(work, dp=16))
+    assert hidden.gradient_seconds == 0
+
+
+def test_tied_weights_cost_a_trip_between_the_ends() -> None:
+    tied = two_clusters(profile=gpt(tie_word_embeddings=True))
+    untied = two_clusters()
+    costs = [CostModel(work).stage_costs(choice(work, dp=8)) for work in (tied, untied)]
+    assert costs[0].tied_seconds > 0
+    assert costs[1].tied_seconds == 0
+
+
+def test_bytes_per_link() -> None:
+    work = two_clusters(batch=32)
+    found = CostModel(work).predict(choice(work, dp=16)).link_bytes
+    # 32 samples, 2048 x 3072 bf16 values each, there and back.
+    assert found["a -> b (ethernet)"] == 2 * 32 * 2048 * 3072 * 2
+
+
+def test_a_faster_cluster_gets_more_blocks() -> None:
+    work = job(cluster("a", 8, speed=197.0), cluster("b", 8, kind="roce", speed=160.0))
+    layers = choice(work, dp=8).layers_per_stage
+    assert layers[0] > layers[1]
+
+
+def test_prediction_goes_to_json_and_back() -> None:
+    work = two_clusters()
+    prediction = CostModel(work).predict(choice(work, dp=8))
+    assert Prediction.from_json(json.loads(json.dumps(prediction.to_json()))) == prediction
