@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +37,7 @@ class _Group:
     declared: str
     nets: dict[str, None]
     hosts: list[Inventory] = field(default_factory=list)
+    addresses: set[str] = field(default_factory=set)
 
 
 def group_hosts(
@@ -73,6 +75,7 @@ def group_hosts(
         elif nets and not group.nets:
             group.nets = nets
         group.hosts.append(inventory)
+        group.addresses |= _rail_addresses(inventory)
     numbers: dict[str, int] = {}
     clusters = []
     for group in groups:
@@ -130,8 +133,8 @@ def job_warnings(inventories: Sequence[Inventory], clusters: Sequence[ClusterSpe
 
 def _check_names(inventories: Sequence[Inventory], fabrics: Mapping[str, str]) -> None:
     names = [inventory.host for inventory in inventories]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if count > 1:
             raise ConfigError(
                 seen=f"two hosts are called {name!r}",
                 where="group_hosts",
@@ -174,7 +177,8 @@ def _best(groups: Sequence[_Group], inventory: Inventory, nets: Mapping[str, Non
             score = 1  # a user's word, or nothing that could tell them apart
         else:
             score = len(_common(group.nets, nets))
-            if inventory.kind == "roce" and _same_address(group, inventory):
+            # A host that has another's address is on a network of its own that only looks the same.
+            if inventory.kind == "roce" and group.addresses & _rail_addresses(inventory):
                 score = 0
         if score > most:
             best, most = group, score
@@ -185,11 +189,8 @@ def _common(one: Mapping[str, None], other: Mapping[str, None]) -> dict[str, Non
     return dict.fromkeys(net for net in one if net in other)
 
 
-def _same_address(group: _Group, inventory: Inventory) -> bool:
-    """A host that has another's address is on a network of its own that only looks the same."""
-    mine = {str(address.ip) for nic in inventory.rail_nics for address in _addresses(nic)}
-    theirs = {str(address.ip) for host in group.hosts for nic in host.rail_nics for address in _addresses(nic)}
-    return bool(mine & theirs)
+def _rail_addresses(inventory: Inventory) -> set[str]:
+    return {str(address.ip) for nic in inventory.rail_nics for address in _addresses(nic)}
 
 
 def _reason(group: _Group) -> str:
