@@ -20,6 +20,8 @@ from holmes_core.plan.network import ethernet_interfaces
 
 __all__ = ["environment_problems", "print_inventory", "print_topology", "rails_text", "render_inventory"]
 
+# Clusters up to so many hosts are shown whole; of larger ones so many, and those that differ.
+_ALL_HOSTS, _FIRST_HOSTS = 16, 4
 _PLUGIN_KINDS = {"efa": "aws-ofi-nccl, provider efa", "slingshot": "aws-ofi-nccl, provider cxi"}
 
 
@@ -212,9 +214,25 @@ def _host_rails(host: Host) -> str:
 def _hosts(topology: Topology) -> Table:
     table = _table("host", "cluster", "ranks", "GPUs", "NCCL_IB_HCA", "interface", "address", right=(3,))
     for cluster in topology.clusters:
-        for host in cluster.hosts:
+        shown = _worth_a_row(cluster)
+        for host in shown:
             table.add_row(*_host_row(cluster, host))
+        if len(shown) < len(cluster.hosts):
+            table.add_row(f"({len(cluster.hosts) - len(shown)} more)", cluster.name, *[""] * 5)
     return table
+
+
+def _worth_a_row(cluster: Cluster) -> Sequence[Host]:
+    """Of a large cluster the first hosts, and those that differ from the first or have lost something."""
+    if len(cluster.hosts) <= _ALL_HOSTS:
+        return cluster.hosts
+    usual = _host_row(cluster, cluster.hosts[0])[3:6]
+    odd = [
+        host
+        for host in cluster.hosts[_FIRST_HOSTS:]
+        if _host_row(cluster, host)[3:6] != usual or (host.inventory is not None and host.inventory.missing_rails)
+    ]
+    return (*cluster.hosts[:_FIRST_HOSTS], *odd[:_ALL_HOSTS])
 
 
 def _host_row(cluster: Cluster, host: Host) -> list[str]:

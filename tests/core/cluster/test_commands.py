@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,19 @@ def test_absent_ranks_are_named(run_script) -> None:
     result = run_script(["-m", "holmes_core.cli", "topology", "--timeout", "2"], env=env)
     assert result.returncode != 0
     assert "rank 1: was never heard of" in result.output
+
+
+def test_a_large_cluster_shows_what_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = []
+    for number in range(40):
+        one = inventory(f"n{number}", number + 1, "roce")
+        if number == 33:
+            one = replace(one, missing_rails=1)
+        paths.append(tmp_path / f"n{number}.json")
+        paths[-1].write_text(json.dumps(one.to_json()))
+    assert main(["topology", "--from", *map(str, paths)]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if "roce-0" in line]
+    assert rows[:7] == ["roce-0", "n0", "n1", "n2", "n3", "n33", "(35"]
 
 
 def test_the_picture_of_many_hosts(tmp_path: Path) -> None:
