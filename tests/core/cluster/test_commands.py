@@ -162,6 +162,24 @@ def test_topology_asks_all_ranks(run_script) -> None:
     assert second.strip() == ""
 
 
+def test_srun_needs_no_meeting_place(run_script) -> None:
+    job = next(number for number in range(200, 999) if _is_free(29500 + number))
+
+    def start(rank: int) -> str:
+        env = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "2", "SLURM_JOB_ID": str(job)}
+        env |= {"SLURM_JOB_NODELIST": "127.0.0.1", "HOLMES_HOST": f"n{rank}"}
+        return run_script(["-m", "holmes_core.cli", "topology", "--timeout", "60"], env=env).check()
+
+    with ThreadPoolExecutor(2) as pool:
+        first, _ = pool.map(start, range(2))
+    assert "n1" in first
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) != 0
+
+
 def test_absent_ranks_are_named(run_script) -> None:
     env = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     result = run_script(["-m", "holmes_core.cli", "topology", "--timeout", "2"], env=env)
