@@ -282,6 +282,16 @@ def surroundings_findings(around: Surroundings, inventory: Inventory) -> Iterato
             where=where,
             likelihood=88,
         )
+    if around.clock_synchronised is False:
+        yield Finding(
+            id="clock",
+            severity="note",
+            seen="the kernel's clock is not kept in step by NTP or PTP",
+            means="times in the logs of several hosts cannot be compared; certificates and tokens may be refused",
+            do="start chronyd, ntpd or systemd-timesyncd on the host (not in the container)",
+            where=where,
+            likelihood=15,
+        )
     if around.versions:
         yield Finding(
             id="versions",

@@ -512,6 +512,15 @@ FAULTS = {
         "exception",
         ["FileNotFoundError"],
     ),
+    "a traceback that follows a failed connection": (
+        [
+            w("n2", "socketPollConnect: Connect to 192.0.2.1<40000> returned 110(Connection timed out) errno 115(x)"),
+            "[rank0]: Traceback (most recent call last):",
+            "[rank0]: AssertionError: model was not wrapped",
+        ],
+        "connect-timeout",
+        ["192.0.2.1"],
+    ),
     "a collective that timed out": (
         [
             n("n1", "comm 0xaa rank 0 nranks 3 cudaDev 0 - Init COMPLETE", pid=1),
@@ -695,6 +704,14 @@ def test_echoes_become_notes_where_there_is_a_cause() -> None:
     ]
     found = findings("\n".join(lines))
     assert [(one.id, one.severity) for one in found] == [("memlock", "error"), ("peer-gone", "note")]
+
+
+def test_attempts_before_the_first_host_listens_are_no_error() -> None:
+    line = (
+        "[W socket.cpp] [c10d] The client socket has failed to connect to [n1]:29500 (errno: 111 - Connection refused)."
+    )
+    (only,) = findings(line)
+    assert (only.id, only.severity) == ("connection-refused", "warning")
 
 
 def test_echoes_alone_say_that_the_cause_is_elsewhere() -> None:

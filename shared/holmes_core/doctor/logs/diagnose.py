@@ -25,6 +25,8 @@ _AFTER_A_CRASH = {
     "gid-index",
     "rdma-retries",
     "connection-aborted",
+    "firewall",
+    "no-route",
     "init-unfinished",
 }
 _MOST_UNKNOWN = 3
@@ -105,9 +107,10 @@ def _without_echoes(found: list[Finding], crashes: list[Event]) -> list[Finding]
         first.setdefault(event.line.file, event.line.number)
     marked = []
     for finding in found:
-        file, _, number = finding.where[0].rpartition(":") if finding.where else ("", "", "")
-        later = finding.id in _AFTER_A_CRASH and number.isdecimal() and first.get(file, int(number)) < int(number)
+        file, number = _place(finding)
+        later = finding.id in _AFTER_A_CRASH and first.get(file, number) < number
         marked.append(replace(finding, symptom=True) if later else finding)
+    marked = [replace(one, likelihood=45) if _is_late_exception(one, marked) else one for one in marked]
     if not any(one.severity == "error" and not one.symptom for one in marked):
         return marked
     return [
@@ -116,6 +119,20 @@ def _without_echoes(found: list[Finding], crashes: list[Event]) -> list[Finding]
         else one
         for one in marked
     ]
+
+
+def _place(finding: Finding) -> tuple[str, int]:
+    file, _, number = finding.where[0].rpartition(":") if finding.where else ("", "", "")
+    return file, int(number) if number.isdecimal() else 0
+
+
+def _is_late_exception(finding: Finding, found: list[Finding]) -> bool:
+    """Whether a traceback comes after another error in the same log: the first failing line wins."""
+    if finding.id != "exception":
+        return False
+    file, number = _place(finding)
+    others = [_place(one) for one in found if one.severity == "error" and not one.symptom and one.id != "exception"]
+    return any(other == file and 0 < line < number for other, line in others)
 
 
 def _unknown(log: Log, found: list[Finding]) -> Iterable[Finding]:

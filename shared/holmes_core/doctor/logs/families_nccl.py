@@ -69,7 +69,11 @@ NCCL_FAMILIES = (
     Family(
         name="no-interface",
         words=("interface found", "interfaces found"),
-        pattern=re.compile(r"no (?:usable |socket |listening )*interfaces? found(?! in the same)", _I),
+        pattern=re.compile(
+            r"(?:Bootstrap|NET/\w+|\bNet) ?:? ?no (?:usable |socket |listening )*interfaces? found(?! "
+            r"in the same)",
+            _I,
+        ),
         verdict=Verdict(
             id="no-interface",
             severity="error",
@@ -213,7 +217,7 @@ NCCL_FAMILIES = (
         name="rdma-async",
         words=("async event", "async fatal event"),
         pattern=re.compile(
-            r"(?:NET/IB\w* ?: ?)?(?:(?P<device>[\w.+-]+):\d+ )?(?:Got )?async (?:fatal )?event(?: on \w+)? ?:"
+            r"(?:NET/IB\w* ?: ?|[\w.+-]+:\d+ |Got ){1,3}async (?:fatal )?event(?: on \w+)? ?:"
             r"(?P<event>(?! ?(?:port active|client rereg|GID |SM |communication est|LID )).+)",
             _I,
         ),

@@ -35,7 +35,9 @@ SYSTEM_FAMILIES = (
     Family(
         name="ofi-unreachable",
         words=("nreachable remote", "nresponsive remote", "receiver not ready", "Receiver not ready"),
-        pattern=re.compile(r"[Uu]n(?:reachable|responsive) remote|[Rr]eceiver not ready"),
+        pattern=re.compile(
+            r"(?:NET/OFI|efa|libfabric|prov).{0,200}?(?:[Uu]n(?:reachable|responsive) remote|[Rr]eceiver not ready)"
+        ),
         verdict=Verdict(
             id="efa-unreachable",
             severity="error",

@@ -196,8 +196,9 @@ TORCH_FAMILIES = (
         name="peer-gone",
         words=("by peer", "Broken pipe", "Socket closed", "got 0 bytes", "likely closed"),
         pattern=re.compile(
-            r"Connection (?:closed|reset) by peer(?: \[(?P<peer>[^\]]+)\])?|Broken pipe|Socket closed|got 0 bytes|"
-            r"Connection was likely closed"
+            r"Connection (?:closed|reset) by peer(?: \[(?P<peer>[^\]]+)\])?|Connection was likely closed|"
+            r"(?:\[rank\d|Error|gloo|c10d|[Nn][Cc][Cc][Ll]|TCPStore|recv|send).{0,300}?(?:Broken pipe|Socket "
+            r"closed|got 0 bytes)"
         ),
     ),
     Family(

@@ -91,13 +91,19 @@ def _failures(case: Case) -> list[tuple[Event, str, int]]:
     for event in case.log.of("connect", "gloo-connect", "c10d-connect"):
         why, peer = event.get("why"), event.get("peer") or event.get("peer2")
         number = error_number(why)
-        retried = "retry" in why or event.name == "c10d-connect"
-        if retried and done.get((event.line.file, event.line.host), 0) > event.line.number:
+        if _is_retried(event) and done.get((event.line.file, event.line.host), 0) > event.line.number:
             continue
         if ("time" in why and not number) or (event.name == "c10d-connect" and not number):
             number = 110
         found.append((event, peer, number))
     return found
+
+
+def _is_retried(event: Event) -> bool:
+    """Whether the process goes on trying: c10d warns about each attempt, and names the end as such."""
+    if event.name == "c10d-connect":
+        return "timed out after" not in event.line.text and "any network address" not in event.line.text
+    return "retry" in event.get("why")
 
 
 def _lists(
@@ -308,7 +314,7 @@ def _by_error(
     for number, found in groups.items():
         name, means, do = _BY_ERROR[number]
         peers = list(dict.fromkeys(peer for _, peer in found if peer))
-        final = [event for event, _ in found if "retry" not in event.get("why")]
+        final = [event for event, _ in found if not _is_retried(event)]
         target = f" to {', '.join(peers[:4])}" if peers else ""
         times = f" ({len(found)} times)" if len(found) > 1 else ""
         means += _other_network(found, offered) if number in (110, 113, 101) else ""
