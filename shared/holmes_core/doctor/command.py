@@ -153,10 +153,17 @@ def _read_logs(
 
     log = read_lines((name, _lines(name)) for name in names)
     inventories = {one.host: one for one in hosts if one.host != "?"}
+    here = os.environ.get("HOLMES_HOST") or socket.gethostname()
+    if here in log.hosts() and here not in inventories:
+        from holmes_core.cluster.detect import detect_host
+
+        inventories[here] = detect_host(host=here)  # the log is about this host: its devices and GIDs are at hand
     unnamed = [one for one in hosts if one.host == "?"]
     if unnamed and len(log.hosts()) == 1:
         inventories[log.hosts()[0]] = unnamed[0]
-    gids: dict[str, Sequence[Gid]] = {nic.device: nic.gids for one in hosts for nic in one.nics if nic.gids}
+    gids: dict[str, Sequence[Gid]] = {
+        nic.device: nic.gids for one in (*hosts, *inventories.values()) for nic in one.nics if nic.gids
+    }
     return diagnose(Case(log=log, inventories=inventories, gids=gids)), silence(log)
 
 

@@ -42,7 +42,7 @@ def test_any_text(lines: list[str]) -> None:
     check(lines)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join), max_size=20))
 def test_words_of_messages_in_any_order(lines: list[str]) -> None:
     check(lines)
@@ -59,7 +59,7 @@ def damaged(draw: st.DrawFn) -> list[str]:
     return changed
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(damaged())
 def test_lines_cut_and_changed_anywhere(lines: list[str]) -> None:
     check(lines)
@@ -101,7 +101,7 @@ NOISE = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(NOISE)
 def test_noise_has_no_findings(lines: list[str]) -> None:
     assert check(lines) == ()

@@ -87,6 +87,15 @@ def test_the_gid_table_of_a_copied_sys(tmp_path, capsys) -> None:
     assert "index 1 is the RoCE v2 entry of the link-local address" in out
 
 
+def test_a_log_of_this_host_needs_no_copy(tmp_path, capsys, monkeypatch) -> None:
+    log = tmp_path / "nccl.log"
+    log.write_text(TIMEOUT)
+    monkeypatch.setenv("HOLMES_HOST", "n1")
+    monkeypatch.setenv("HOLMES_SYSFS", str(tree(tmp_path / "root").sysfs))
+    assert doctor(log) == 1
+    assert "NCCL_IB_GID_INDEX=3" in capsys.readouterr().out
+
+
 SHOW_GIDS = """DEV     PORT    INDEX   GID                                     IPv4            VER     DEV
 ---     ----    -----   ---                                     ------------    ---     ---
 mlx5_4  1       0       fe80:0000:0000:0000:0202:02ff:fe02:0202                 v1      e7

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from holmes_core.cluster.nic import Gid
@@ -626,6 +628,15 @@ HEALTHY = {
         n("p1", "Using network Socket"),
     ],
     "a port that came up": [w("h1", "NET/IB : Got async event : port active")],
+    "each group on the network that its members share": [
+        n("a1", "NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB e:192.0.2.1<0>"),
+        n("b1", "NET/IB : Using [0]mlx5_0:1/RoCE [RO]; OOB e:192.0.2.2<0>"),
+        n("a1", "Assigned NET plugin IB to comm"),
+        n("b1", "Assigned NET plugin IB to comm"),
+        n("c1", "Assigned NET plugin Socket to comm"),
+        n("a1", "Assigned NET plugin Socket to comm"),
+        n("b1", "Assigned NET plugin Socket to comm"),
+    ],
     "names that differ": [
         n("h1", "NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_3:1/RoCE [RO]; OOB e:192.0.2.1<0>"),
         n("h2", "NET/IB : Using [0]mlx5_0:1/RoCE [1]mlx5_1:1/RoCE [RO]; OOB e:192.0.2.2<0>"),
@@ -728,6 +739,16 @@ def test_what_is_not_known_is_said() -> None:
     (only,) = findings(w("h1", "a thing that nobody has seen before"))
     assert (only.id, only.severity) == ("unknown-warnings", "note")
     assert "nobody has seen" in only.seen
+
+
+def test_a_rank_is_known_from_the_name_of_its_file() -> None:
+    log = read_lines([("out/rank_12.err", ["OSError: [Errno 24] Too many open files"])])
+    assert "rank 12" in diagnose(Case(log=log))[0].where
+
+
+def test_lines_that_a_collector_wrapped() -> None:
+    line = json.dumps({"log": n("h1", "NCCL_IB_HCA set by environment to ^=a,^=b.") + "\n", "stream": "stdout"})
+    assert "NCCL_IB_HCA='^=a,b'" in findings(line)[0].do
 
 
 def test_a_rank_is_known_from_its_communicator() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 
@@ -64,6 +65,8 @@ class Line:
 def parse_line(raw: str, *, file: str, number: int) -> Line:
     """Take a line apart. Any text is a line."""
     raw = raw[:_LONGEST].rstrip()
+    if raw.startswith("{"):
+        raw = _from_json(raw)
     if "\x1b" in raw:
         raw = _COLOURS.sub("", raw)
     rank = _rank(raw)
@@ -84,6 +87,16 @@ def parse_line(raw: str, *, file: str, number: int) -> Line:
         if found is not None:
             return Line(file=file, number=number, text=raw, host=found["host"], pid=int(found["pid"]), rank=rank)
     return Line(file=file, number=number, text=raw, rank=rank)
+
+
+def _from_json(raw: str) -> str:
+    """Return the message of a line that a container engine or collector wrapped in JSON; else the line."""
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw
+    found = [data[key] for key in ("log", "message", "msg", "MESSAGE") if key in data] if isinstance(data, dict) else []
+    return found[0].rstrip() if found and isinstance(found[0], str) else raw
 
 
 def _rank(raw: str) -> int | None:

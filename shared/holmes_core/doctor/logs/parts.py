@@ -68,6 +68,23 @@ class Case:
     inventories: Mapping[str, Inventory] = field(default_factory=dict)
     gids: Mapping[str, Sequence[Gid]] = field(default_factory=dict)
 
+    def networks(self) -> dict[str, list[str]]:
+        """Return host -> the networks that its communicators use, in order of appearance."""
+        found: dict[str, list[str]] = {}
+        for event in self.log.of("net", "channel"):
+            nets = found.setdefault(event.line.host, [])
+            if event.get("net") not in nets:
+                nets.append(event.get("net"))
+        return found
+
+    def has_common_network(self) -> bool:
+        """Whether every host has a communicator on one and the same network, as a job over several fabrics has.
+
+        Hosts that differ in their devices are then no fault: groups inside a fabric use them, groups across do not.
+        """
+        nets = [set(found) for found in self.networks().values()]
+        return len(nets) > 1 and any(len(found) > 1 for found in nets) and bool(set.intersection(*nets))
+
     def variable(self, *names: str, host: str = "") -> tuple[str, Event] | None:
         """Return the value of the first variable that the log shows as set (on a host), and where."""
         for event in self.log.of("env"):

@@ -28,6 +28,7 @@ _EXCEPTION = re.compile(
 # "  rank      : 2 (local_rank: 0)" and "  exitcode  : -9 (pid: 11)"
 # of torch/distributed/elastic/multiprocessing/errors.
 _FAILURE = re.compile(r"\b(?P<key>host|rank|exitcode)\s+: (?P<value>\S+)(?P<pid> \(pid: \d+\))?")
+_RANK_FILE = re.compile(r"rank[_.-]?(\d{1,6})[^/]*$")
 _MOST_UNKNOWN = 1000
 _MOST_PER_FAMILY = 20000  # a log of a job that retries for a night says the same a million times
 
@@ -63,8 +64,11 @@ def read_lines(sources: Iterable[tuple[str, Iterable[str]]]) -> Log:
     for name, lines in sources:
         reader = _Blocks()
         number = 0
+        named = _RANK_FILE.search(name)  # launchers that keep a file per rank
         for number, raw in enumerate(lines, 1):
             line = parse_line(raw, file=name, number=number)
+            if line.rank is None and named is not None:
+                line = replace(line, rank=int(named[1]))
             log.nccl_lines += bool(line.level)
             events = [*_match(line), *reader.read(line)]
             for event in events:

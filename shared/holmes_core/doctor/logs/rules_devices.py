@@ -94,13 +94,15 @@ def _kinds_differ(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
             by_link.setdefault(next(iter(one.links)), []).append(one)
     if len(by_link) < 2:
         return
+    joined = case.has_common_network()
     yield Finding(
         id="ib-and-roce-hosts",
-        severity="error",
+        severity="note" if joined else "error",
         seen="; ".join(
             f"{link} on {', '.join(one.host or '?' for one in found[:4])}" for link, found in by_link.items()
         ),
-        means="the hosts are in different fabrics: InfiniBand and RoCE cannot meet in one communicator",
+        means="the hosts are in different fabrics: InfiniBand and RoCE cannot meet in one communicator"
+        + ("; all hosts also use one network that they share, so groups across the fabrics can work" if joined else ""),
         do="put the hosts of each fabric into groups of their own and join the fabrics over Ethernet only (Holmes "
         "plans "
         "that: `holmes plan`), or set NCCL_NET=Socket for the whole job",
@@ -130,6 +132,8 @@ def _counts_differ(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
     seen += "".join(_channels(case, chosen)) if unequal else ""
     common = [name for name in chosen[0].names if all(name in one.names for one in chosen)] if chosen else []
     hidden = case.variable("NCCL_IGNORE_NET_MISMATCH")
+    if not closed and told is None and case.has_common_network():
+        return
     sure = bool(closed) or told is not None or hidden is not None
     do = (
         f"restrict all hosts to the common devices ({_exact(common)})"

@@ -56,6 +56,7 @@ def _in_use(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[Finding]
     for host, (net, event) in used.items():
         links = _links(case, host)
         over = " and ".join(sorted(set(links.values())))
+        more = [other for other in case.networks().get(host, []) if other != net]
         detail = f" over {over} on {', '.join(links)}" if net.startswith("IB") and links else ""
         if net == "Socket":
             names = [
@@ -69,7 +70,8 @@ def _in_use(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[Finding]
         yield Finding(
             id="transport",
             severity="note",
-            seen=f"host {host or '?'} uses {_WORDS.get(net, net)}{detail}",
+            seen=f"host {host or '?'} uses {_WORDS.get(net, net)}{detail}"
+            + (f", and {', '.join(_WORDS.get(other, other) for other in more)} in other groups" if more else ""),
             means=f"network {net!r} in NCCL's words"
             + ("; RoCE runs on NCCL's IB plugin, it is not Socket" if "RoCE" in over and net.startswith("IB") else "")
             + (
@@ -298,7 +300,7 @@ def _mixed_networks(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
     nets: dict[str, list[str]] = {}
     for host, (net, _) in used.items():
         nets.setdefault(net, []).append(host or "?")
-    if len(nets) < 2:
+    if len(nets) < 2 or case.has_common_network():
         return
     yield Finding(
         id="different-networks",
