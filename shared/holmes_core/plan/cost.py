@@ -105,9 +105,14 @@ class Choice(Value):
         """Return the pp rank that runs a stage."""
         return rank_of_stage(self.schedule, stage, self.pp)
 
+    def ranks(self) -> list[int]:
+        """Return the pp rank of each stage."""
+        pp = self.pp
+        return [rank_of_stage(self.schedule, stage, pp) for stage in range(pp * self.virtual_stages)]
+
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages a pp rank runs, ascending."""
-        return [stage for stage in range(self.num_stages) if self.rank_of(stage) == rank]
+        return [stage for stage, owner in enumerate(self.ranks()) if owner == rank]
 
     def describe(self) -> str:
         """Return the choice on one line."""
@@ -246,8 +251,7 @@ class CostModel:
         """Work out what each stage and each edge of a choice costs."""
         job, profile, tp, dp, x = self.job, self.job.profile, choice.tp, choice.dp, choice.micro_batch_size
         places, pp, width = self.places(choice), choice.pp, choice.width
-        num_stages = choice.num_stages
-        rank_of = [choice.rank_of(stage) for stage in range(num_stages)]
+        num_stages, rank_of = choice.num_stages, choice.ranks()
         passes = 3.0 if choice.recompute else 2.0  # of the forward pass's time, in the backward pass
         forward, backward, kept = [], [], []
         parameters = [0.0] * pp
@@ -321,8 +325,8 @@ class CostModel:
         step = pipeline + gradient + max(costs.optimizer_seconds)
         works = [f + b for f, b in zip(costs.forward, costs.backward, strict=True)]
         per_rank = [0.0] * pp
-        for stage, work in enumerate(works):
-            per_rank[choice.rank_of(stage)] += work
+        for rank, work in zip(choice.ranks(), works, strict=True):
+            per_rank[rank] += work
         links: dict[str, int] = {}
         for edge in costs.edges:
             if edge is INSIDE_RANK:

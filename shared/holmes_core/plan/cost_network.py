@@ -71,6 +71,7 @@ class Network:
             for b, other in enumerate(hardware.clusters)
             if a != b
         }
+        self._edges: dict[tuple[int, ...], Edge] = {}
         self._places: dict[tuple[int, int], tuple[Place, ...]] = {}
 
     def places(self, cluster: int, width: int) -> tuple[Place, ...]:
@@ -82,6 +83,12 @@ class Network:
 
     def edge(self, a: Place, b: Place, width: int) -> Edge:
         """Return the way from one stage to the next."""
+        key = (a.cluster, a.first_host, a.last_host, b.cluster, b.first_host, b.last_host, width)
+        if key not in self._edges:
+            self._edges[key] = self._edge(a, b, width)
+        return self._edges[key]
+
+    def _edge(self, a: Place, b: Place, width: int) -> Edge:
         one, other = self._clusters[a.cluster], self._clusters[b.cluster]
         source, target = f"{one.name}.{a.last_host}", f"{other.name}.{b.first_host}"
         lanes = max(a.per_host, b.per_host)

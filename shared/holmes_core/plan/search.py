@@ -25,7 +25,7 @@ _VIRTUAL = (2, 3, 4)
 _LARGEST_MICRO_BATCH = 64
 _ORDERS_IN_FULL = 3000  # predictions up to which every order of the clusters is tried with every layout
 _SHORTLIST = 24
-_ACTIONS = 120_000  # most actions simulated in one search
+_ACTIONS = 100_000  # most actions simulated in one search
 _SAME = 1e-3  # relative difference below which fewer stages, and a plainer order of clusters, win
 
 
@@ -173,7 +173,7 @@ def split_blocks(model: CostModel, choice: Choice, partition: str = "auto") -> t
     if stages > count:
         return None
     places = model.places(choice)
-    clusters = [places[choice.rank_of(stage)].cluster for stage in range(stages)]
+    clusters = [places[rank].cluster for rank in choice.ranks()]
     if partition == "equal":
         return equal_partition(count, stages)
     if partition == "paper":
@@ -200,8 +200,7 @@ def _block_limits(model: CostModel, choice: Choice, clusters: Sequence[int]) -> 
     kept = profile.boundary_bytes * count if choice.recompute else whole + (model.kept[-1] - whole) / tp
     weights = model.parameters[-1] / count / tp * (model.per_parameter + model.states / choice.dp)
     found = []
-    for stage in range(choice.num_stages):
-        rank = choice.rank_of(stage)
+    for rank in choice.ranks():
         held = in_flight(choice.schedule, rank=rank, pp=choice.pp, virtual_stages=v, num_microbatches=m)
         free = empty.limit_bytes[rank] - empty.static_bytes[rank] - empty.transient_bytes[rank]
         per_block = weights + held / v * x * kept / count

@@ -108,7 +108,7 @@ def predict_by_simulation(model: CostModel, choice: Choice) -> Prediction:
     runs = []
     for count in (3 * per_round, 5 * per_round):
         orders = make_orders(choice.schedule, pp=pp, virtual_stages=choice.virtual_stages, num_microbatches=count)
-        run = _Run(costs, choice, orders)
+        run = _Run(costs, choice, orders, record=False)
         run.run()
         runs.append(run)
     pace = (max(runs[1].ends) - max(runs[0].ends)) / (2 * per_round)
@@ -144,15 +144,20 @@ def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float) -> tu
 class _Run:
     """The state of one simulation. Time only moves forward: events come off one heap."""
 
-    def __init__(self, costs: StageCosts, choice: Choice, orders: Sequence[Sequence[Action]]) -> None:
-        self._costs, self._choice, self._orders = costs, choice, orders
+    def __init__(
+        self, costs: StageCosts, choice: Choice, orders: Sequence[Sequence[Action]], *, record: bool = True
+    ) -> None:
+        self._costs, self._orders = costs, orders
         self._next = [0] * len(orders)
         self._port_free: dict[str, float] = {}
         self._there: set[tuple[str, int, int]] = set()  # (F or B, stage, micro-batch) whose input has arrived
         self._waiting: dict[tuple[str, int, int], int] = {}
         self._heap: list[tuple[float, int, int, Action | None, tuple[str, int, int] | None]] = []
         self._count = 0
-        self._rank_of = [choice.rank_of(stage) for stage in range(choice.num_stages)]
+        self._rank_of = choice.ranks()
+        self._last = choice.num_stages - 1
+        self._record = record
+        self._send_seconds = [costs.send_seconds(edge) for edge in range(len(costs.edges))]
         self._held = [0] * len(orders)
         self._peak = [0] * len(orders)
         self.ends = [0.0] * len(orders)
@@ -201,7 +206,7 @@ class _Run:
         stage, kind, micro_batch = action
         if kind != "W":
             key = ("F" if kind == "F" else "B", stage, micro_batch)
-            free = stage == 0 if kind == "F" else stage == self._choice.num_stages - 1
+            free = stage == 0 if kind == "F" else stage == self._last
             if not free and key not in self._there:
                 self._waiting[key] = rank
                 return
@@ -212,14 +217,15 @@ class _Run:
         if kind == "F":
             self._held[rank] += self._costs.activation_bytes[stage]
             self._peak[rank] = max(self._peak[rank], self._held[rank])
-        self.events.append(Event(rank, kind, stage, micro_batch, now, now + seconds))
+        if self._record:
+            self.events.append(Event(rank, kind, stage, micro_batch, now, now + seconds))
         self._push(now + seconds, rank, action, None)
 
     def _finish(self, rank: int, action: Action, now: float) -> None:
         stage, kind, micro_batch = action
         if kind in "BW":
             self._held[rank] -= self._costs.activation_bytes[stage]
-        if kind == "F" and stage < self._choice.num_stages - 1:
+        if kind == "F" and stage < self._last:
             self._send(stage, stage, stage + 1, "F", micro_batch, now)
         if kind in "BI" and stage > 0:
             self._send(stage - 1, stage, stage - 1, "B", micro_batch, now)
@@ -234,9 +240,10 @@ class _Run:
             return
         port = (edge.source if kind == "F" else edge.target) or f"{sender} {receiver}"
         start = max(now, self._port_free.get(port, 0.0))
-        end = start + self._costs.send_seconds(index)
+        end = start + self._send_seconds[index]
         self._port_free[port] = end
-        self.transfers.append(
-            Transfer(sender, receiver, kind, stage, micro_batch, start, end, end + edge.latency, edge.label)
-        )
+        if self._record:
+            self.transfers.append(
+                Transfer(sender, receiver, kind, stage, micro_batch, start, end, end + edge.latency, edge.label)
+            )
         self._push(end + edge.latency, receiver, None, (kind, to, micro_batch))
