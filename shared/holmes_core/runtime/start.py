@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from holmes_core.cluster.detect import detect_host
 from holmes_core.cluster.exchange import exchange, say
-from holmes_core.cluster.fabric import fabric_warnings
+from holmes_core.cluster.fabric import job_warnings
 from holmes_core.cluster.hca_list import NameList
 from holmes_core.cluster.host import ClusterSpec
 from holmes_core.cluster.nic import Inventory
@@ -61,9 +61,8 @@ class Meeting:
             ClusterSpec(name=c.name, kind=c.kind, hosts=tuple(host.name for host in c.hosts), reason=c.reason)
             for c in topology.clusters
         ]
-        own = [f"{inventory.host}: {text}" for inventory in hosts for text in inventory.warnings]
         nccl = environment_warnings(self.inventories) if device_type == "cuda" else ()
-        return (*fabric_warnings(hosts, specs), *own, *nccl)
+        return (*job_warnings(hosts, specs), *nccl)
 
     def topology(self, config: HolmesConfig) -> Topology:
         """Return where every rank runs: declared clusters, else hosts grouped by fabric.
