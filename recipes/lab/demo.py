@@ -96,6 +96,17 @@ def crossing(run: Run) -> list[dict[str, Any]]:
     return [row for row in run.groups if len(row["clusters"]) > 1]
 
 
+def data_parallel_bytes(run: Run, role: str) -> int:
+    """Return the payload of data-parallel groups on ``rdma``, or on ``ethernet`` (on any of their hosts)."""
+    ethernet = {host.name: host.cluster.ethernet for host in run.spec.hosts}
+    total = 0
+    for row in run.groups:
+        bound = row["transport"]["interfaces"]
+        slow = any(bound.get(host, row["transport"]["interface"]) in (ethernet[host], None) for host in row["hosts"])
+        total += row["payload_bytes"] * (row["axis"] == "dp" and slow == (role == "ethernet"))
+    return total
+
+
 def lower_bound(run: Run) -> tuple[int, int]:
     """Return the fewest bytes that one training step and one validation batch must move between the clusters.
 
@@ -132,14 +143,14 @@ def print_slow_link(run: Run, short: Run) -> tuple[float, int]:
     bound = run.steps * step + validation
     edges = sum(row["payload_bytes"] for row in crossing(run) if row["axis"] == "edge")
     shared = sum(row["payload_bytes"] for row in crossing(run) if row["axis"] == "shared")
-    strayed = sum(row["payload_bytes"] for row in crossing(run) if row["axis"] == "dp")
+    strayed = data_parallel_bytes(run, "ethernet")
     rest = run.sent("ethernet") - edges - shared
     more = run.steps - short.steps
     steady = (run.sent("ethernet") - short.sent("ethernet")) / more
     table = new_table("the slow link (eth0, all hosts)", "bytes", "of the bound", right=(1, 2))
     table.add_row(f"lower bound: {run.steps} steps, 1 validation", format_bytes(bound), "1.000")
     table.add_row("activations and their gradients", format_bytes(edges), "")
-    table.add_row("gradients of the tied embedding", format_bytes(shared), "")
+    table.add_row("gradients of the tied embedding (and of small modules at both ends)", format_bytes(shared), "")
     table.add_row("payload", format_bytes(edges + shared), f"{(edges + shared) / bound:.3f}")
     table.add_row("data-parallel gradients and parameters", format_bytes(strayed), "")
     table.add_row("beside it: start-up, batches, logs, checkpoints, headers", format_bytes(rest), "")
@@ -154,8 +165,8 @@ def print_slow_link(run: Run, short: Run) -> tuple[float, int]:
 
 def print_data_parallel(run: Run, short: Run) -> None:
     table = new_table("data parallelism only, one cluster", "rdma0", "eth0", right=(1, 2))
-    payload = sum(row["payload_bytes"] for row in run.groups if row["axis"] == "dp")
-    table.add_row("payload of the data-parallel group", format_bytes(payload), format_bytes(0))
+    payload = [data_parallel_bytes(run, role) for role in ("rdma", "ethernet")]
+    table.add_row("payload of the data-parallel group", *map(format_bytes, payload))
     table.add_row("on the wire, whole run", *(format_bytes(run.sent(role)) for role in ("rdma", "ethernet")))
     per_step = [(run.sent(role) - short.sent(role)) / (run.steps - short.steps) for role in ("rdma", "ethernet")]
     table.add_row("on the wire, per step", *map(format_bytes, per_step))
