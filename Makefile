@@ -12,11 +12,14 @@ ARGS   ?=
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-lab test test-all test-latest lint bench clean
+.PHONY: demo demo-accelerate demo-lab test test-all test-latest lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp
 	@$(BIN)/python recipes/lightning/pretrain_gpt.py --demo $(ARGS)
+
+demo-accelerate: $(VENV)/.stamp
+	@$(BIN)/accelerate launch --config recipes/accelerate/demo.yaml recipes/accelerate/pretrain_gpt.py $(ARGS)
 
 # Two clusters on this machine, from network namespaces: needs root (sudo make demo-lab) and iproute2.
 demo-lab: $(VENV)/.stamp

@@ -7,11 +7,11 @@ ranks of one replica must see one batch, whatever their loaders, workers and ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
+from holmes_core.runtime.call_mode_data import replica_batches
 from holmes_core.runtime.engine import Engine
-from holmes_core.runtime.step_record import share
 
 __all__ = ["share_batches"]
 
@@ -33,22 +33,5 @@ def share_batches(loader: Any, engine_of: Callable[[], Engine | None]) -> Any:
     vars(loader)["_holmes_engine_of"] = engine_of  # for loaders made from this one (skipped batches)
     make = base.__iter__
 
-    def iterate() -> Iterator[Any]:
-        engine, own = engine_of(), make()
-        if engine is None or engine.num_stages * engine.plan.layout.tp == 1:
-            yield from own
-            return
-        source, group = engine.first_rank, engine.groups.replica
-        while True:
-            # Every rank draws, so that the random states of all ranks go on alike.
-            mine = next(own, _END)
-            ended, batch = share((mine is _END, None if mine is _END else mine), source=source, group=group)
-            if ended:
-                return
-            yield batch
-
-    vars(base)["__iter__"] = iterate
+    vars(base)["__iter__"] = lambda: replica_batches(make(), engine_of)
     return loader
-
-
-_END = object()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from types import ModuleType
-    from typing import Any, NoReturn
+    from typing import Any
 
 __all__ = ["current_namespace", "register", "strategy_class"]
 
@@ -36,7 +36,7 @@ def register(strategies: ModuleType) -> None:
     if namespace in _TRAINER_NAMESPACES:
         registry, factory = strategies.StrategyRegistry, partial(_make_strategy, namespace)
     else:
-        registry, factory = strategies.STRATEGY_REGISTRY, partial(_refuse_fabric, namespace)
+        registry, factory = strategies.STRATEGY_REGISTRY, partial(_make_fabric_strategy, namespace)
     if _NAME not in registry:
         registry.register(_NAME, factory, description=_DESCRIPTION)
 
@@ -63,12 +63,7 @@ def _make_strategy(namespace: str, **kwargs: Any) -> Any:
     return strategy_class(namespace)(**kwargs)
 
 
-def _refuse_fabric(namespace: str, **_: Any) -> NoReturn:
-    from holmes_core.errors import HolmesError
+def _make_fabric_strategy(namespace: str, **kwargs: Any) -> Any:
+    from holmes_lightning.fabric import make_fabric_strategy_class
 
-    raise HolmesError(
-        seen='Fabric(strategy="holmes")',
-        where=f"{namespace}.Fabric",
-        means="With Fabric the training loop is your own code, and Holmes cannot cut it into pipeline stages yet.",
-        do='Use Trainer(strategy="holmes"). For data parallelism alone keep Fabric with its own "ddp" or "fsdp".',
-    )
+    return make_fabric_strategy_class(namespace)(**kwargs)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from tests.lightning.farm import ROOT, Context
 
 sys.path.insert(0, str(ROOT / "tests" / "scripts" / "accelerate"))
-from loop import Rows, make_model  # noqa: E402
+from loop import Rows, make_model
 
 
 def prepare(accelerator: Any = None, *, lr: float = 0.1, rows: int = 8, batch: int = 4, **options: Any) -> Any:
@@ -192,7 +192,7 @@ class Stream(IterableDataset):
 
 def streams(context: Context) -> dict[str, Any]:
     """Random data that every rank would draw differently, from a stream; and what is skipped of it."""
-    accelerator, model, _, _ = prepare()
+    accelerator, *_ = prepare()
     random.seed(context.rank)
     loader = accelerator.prepare(DataLoader(Stream(8), batch_size=2))
     rows = [batch["input_ids"][:, 0].tolist() for batch in loader]

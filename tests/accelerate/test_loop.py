@@ -17,6 +17,10 @@ PP2_TP2 = {"pp": 2, "tp": 2, "num_microbatches": 2}
 PP2_DP2 = {"pp": 2, "dp": 2, "num_microbatches": 2}
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def holmes(farm: Farm, config: dict[str, Any], *words: str, **arguments: Any) -> list[dict[str, Any]]:
     world = config.get("pp", 1) * config.get("dp", 1) * config.get("tp", 1)
     env = {"REPLICAS": str(config.get("dp", 1))}
@@ -44,11 +48,11 @@ def assert_same(
     ("config", "words"),
     [
         (PP2, ["--accumulate", "3", "--layers", "3"]),
-        (PP2, ["--by_hand", "--accumulate", "2", "--model", "llama", "--clip_value", "0.01"]),
+        slow(PP2, ["--by_hand", "--accumulate", "2", "--model", "llama", "--clip_value", "0.01"]),
         (PP2, ["--own_loss", "--accumulate", "2", "--order", "scheduler,eval,train,optimizer,model"]),
-        (PP2, ["--separately", "--order", "optimizer,train,model,eval,scheduler"]),
+        slow(PP2, ["--separately", "--order", "optimizer,train,model,eval,scheduler"]),
         (PP2_TP2, ["--model", "llama", "--accumulate", "2"]),
-        ({"pp": 2, "schedule": "interleaved_1f1b", "num_microbatches": 2}, ["--own_loss"]),
+        slow({"pp": 2, "schedule": "interleaved_1f1b", "num_microbatches": 2}, ["--own_loss"]),
     ],
     ids=["accumulate", "by-hand", "own-loss", "separately", "tp", "interleaved"],
 )
@@ -62,7 +66,7 @@ def test_same_as_one_process(
     assert {rank["processes"] for rank in found} == {1}
 
 
-@pytest.mark.parametrize("sharding", ["optimizer", "none"])
+@pytest.mark.parametrize("sharding", ["optimizer", slow("none")])
 def test_replicas(farm: Farm, plain: Callable[..., dict[str, Any]], sharding: str) -> None:
     """Two replicas with batches of 4 train as one process with batches of 8 (rows of one length: equal weights)."""
     words = ["--unpadded", "--in_order", "--accumulate", "2", "--rows", "48"]
@@ -76,6 +80,7 @@ def test_replicas(farm: Farm, plain: Callable[..., dict[str, Any]], sharding: st
         assert sorted(sum(parts, ())) == sorted(whole)
 
 
+@pytest.mark.slow
 def test_adamw_in_bf16(farm: Farm, plain: Callable[..., dict[str, Any]]) -> None:
     words = ["--mixed_precision", "bf16", "--optimizer", "adamw", "--epochs", "1"]
     expected = plain("loop.py", *words)

@@ -50,6 +50,7 @@ def test_refusals_say_what_to_do(farm: Farm) -> None:
     assert "inductor" in on_ranks(farm, "compile_refused")[0].lower()
 
 
+@pytest.mark.slow
 def test_saving_on_the_main_process_alone_is_explained(farm: Farm) -> None:
     found = on_ranks(farm, "saved_by_one", {**PP2, "timeout": 5.0})
     assert "not the main process" in found[0]

@@ -33,18 +33,36 @@ def assert_same(found: list[dict[str, Any]], expected: dict[str, Any], *, rel: f
         torch.testing.assert_close(found[0]["weights"][name], value, rtol=0, atol=rel, msg=name)
 
 
-BEST = ["save_strategy=\"epoch\"", "load_best_model_at_end=true", "metric_for_best_model=\"eval_loss\""]
+BEST = ['save_strategy="epoch"', "load_best_model_at_end=true", 'metric_for_best_model="eval_loss"']
 
 
 @pytest.mark.parametrize(
     "words",
     [
         [],
-        ["--model", "llama", "--set", "label_smoothing_factor=0.1"],
-        ["--set", *BEST, "greater_is_better=true", "optim=\"adamw_torch_fused\"", "learning_rate=0.0001"],
+        pytest.param(["--model", "llama", "--set", "label_smoothing_factor=0.1"], marks=pytest.mark.slow),
+        pytest.param(
+            ["--set", *BEST, "greater_is_better=true", 'optim="adamw_torch_fused"', "learning_rate=0.0001"],
+            marks=pytest.mark.slow,
+        ),
         ["--lora", "--model", "llama", "--set", "learning_rate=0.5"],
     ],
     ids=["plain", "label-smoothing", "best-model", "lora"],
 )
 def test_same_as_one_process(farm: Farm, plain: Callable[..., dict[str, Any]], words: list[str]) -> None:
     assert_same(holmes(farm, PP2, *words), plain("trainer.py", *words))
+
+
+@pytest.mark.slow
+def test_replicas(farm: Farm, plain: Callable[..., dict[str, Any]]) -> None:
+    """Two replicas with unequal numbers of tokens: the mean is over the tokens of both, as in one process."""
+    words = ["--accumulate", "2", "--set", "dataloader_drop_last=true", "data_seed=3", 'eval_strategy="no"']
+    expected = plain("trainer.py", *words, "per_device_train_batch_size=8")
+    config = {"pp": 2, "dp": 2, "num_microbatches": 2}
+    assert_same(holmes(farm, config, *words, "per_device_train_batch_size=4"), expected)
+
+
+@pytest.mark.slow
+def test_bf16(farm: Farm, plain: Callable[..., dict[str, Any]]) -> None:
+    words = ["--set", "bf16=true"]
+    assert_same(holmes(farm, PP2, *words), plain("trainer.py", *words), rel=2e-3)

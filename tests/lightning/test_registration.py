@@ -9,7 +9,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from holmes_core.errors import HolmesError
 from holmes_lightning import registry
 
 NAMESPACES = ["lightning.pytorch", "pytorch_lightning"]
@@ -100,27 +99,13 @@ def test_factory_builds_on_its_own_namespace(monkeypatch) -> None:
         assert module.StrategyRegistry["holmes"].make(pp=2) == (namespace, {"pp": 2})
 
 
-@pytest.mark.parametrize("namespace", ["lightning.fabric", "lightning_fabric"])
-def test_fabric_says_what_to_use(namespace) -> None:
-    module = ModuleType(f"{namespace}.strategies")
-    module.STRATEGY_REGISTRY = FakeRegistry()
-    registry.register(module)
-    with pytest.raises(HolmesError) as caught:
-        module.STRATEGY_REGISTRY["holmes"].make()
-    assert f"where: {namespace}.Fabric" in str(caught.value)
-    assert 'Use Trainer(strategy="holmes")' in str(caught.value)
-
-
-def test_fabric_itself_says_so(run_code) -> None:
+def test_fabric_finds_its_own_strategy(run_code) -> None:
     output = run_code("""
         from lightning import Fabric
-        try:
-            Fabric(strategy="holmes", accelerator="cpu", devices=1)
-        except RuntimeError as error:
-            print(type(error).__name__, error)
+        strategy = Fabric(strategy="holmes", accelerator="cpu", devices=1).strategy
+        print(type(strategy).__name__, type(strategy).__module__)
     """)
-    assert "HolmesError seen:" in output
-    assert 'do:    Use Trainer(strategy="holmes")' in output
+    assert "HolmesFabricStrategy holmes_lightning.fabric" in output
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def expected(farm: Farm) -> dict[str, Any]:
     [
         {"pp": 3, "num_microbatches": 2},
         {"pp": 2, "dp": 2, "num_microbatches": 2},
-        {"pp": 2, "dp": 2, "num_microbatches": 1, "sharding": "none"},
-        {"tp": 2},
+        pytest.param({"pp": 2, "dp": 2, "num_microbatches": 1, "sharding": "none"}, marks=pytest.mark.slow),
+        pytest.param({"tp": 2}, marks=pytest.mark.slow),
     ],
     ids=str,
 )
