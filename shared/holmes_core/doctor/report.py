@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping, Sequence
 from typing import TextIO
@@ -31,8 +32,9 @@ def print_findings(
         file: Where to; a file that is not a terminal gets plain text, 100 columns wide.
     """
     console = Console(file=file, highlight=False)
-    if not console.is_terminal:
-        console = Console(file=file, highlight=False, width=100)
+    plain = None if console.is_terminal else io.StringIO()
+    if plain is not None:
+        console = Console(file=plain, highlight=False, width=100)
     number = 0
     for finding in findings:
         if finding.severity == "note" and not notes:
@@ -60,6 +62,8 @@ def print_findings(
         console.print(Text(", ".join(words) + ". The first finding is the most likely cause."))
     else:
         console.print(Text(silence or "Nothing is wrong that Holmes knows."))
+    if plain is not None:  # a table fills its lines with blanks
+        print("\n".join(line.rstrip() for line in plain.getvalue().splitlines()), file=file)
 
 
 def to_json(findings: Sequence[Finding], *, read: Mapping[str, str], silence: str = "") -> str:

@@ -493,6 +493,26 @@ FAULTS = {
         ["--mem"],
     ),
     "SLURM's task": (["srun: error: n7: task 5: Killed"], "rank-killed", ["task 5 on host n7"]),
+    "mpirun's rank": (
+        ["mpirun noticed that process rank 3 with PID 0 on node cn1 exited on signal 9 (Killed)."],
+        "rank-killed",
+        ["task 3 on host cn1"],
+    ),
+    "only an exit code": (["srun: error: n7: tasks 0-3: Exited with exit code 1"], "rank-exit", ["0-3 on host n7"]),
+    "a crash in native code": (
+        ["[n1:4711:0:4711] Caught signal 11 (Segmentation fault: address not mapped to object at address 0x8)"],
+        "rank-crashed",
+        ["Segmentation fault"],
+    ),
+    "a device that cannot be opened, without its name": (
+        [
+            w("h1", "Call to ibv_open_device failed"),
+            n("h1", "NET/IB : No device found."),
+            n("h1", "Using network Socket"),
+        ],
+        "rdma-device-closed",
+        ["/dev/infiniband"],
+    ),
     "the script's own exception, before the echoes": (
         [
             "[rank2]: Traceback (most recent call last):",
@@ -553,6 +573,14 @@ FAULTS = {
         ["NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off the bus.", "[rank0]: RuntimeError: Broken pipe"],
         "gpu-fault",
         ["Xid"],
+    ),
+    "a communicator that was aborted": (
+        [
+            "[rank3]: RuntimeError: NCCL communicator was aborted on rank 3.",
+            n("h1", "Proxy Call to rank 8 failed (Connect)"),
+        ],
+        "peer-gone",
+        ["rank 3"],
     ),
     "the time limit": (
         ["slurmstepd: error: *** STEP 12.0 ON n1 CANCELLED AT 2026-01-01T00:00:00 DUE TO TIME LIMIT ***"],

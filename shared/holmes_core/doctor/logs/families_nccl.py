@@ -309,10 +309,13 @@ NCCL_FAMILIES = (
             "Call to send",
             "socketProgress",
             "ncclRemoteError",
+            "by localRank",
+            "Proxy ",
         ),
         pattern=re.compile(
             r"Connection closed by remote peer ?(?P<peer>\S*)|remote process exited or there was a network error|"
-            r"ncclRemoteError|Call to (?:recv|send).{0,80}(?:reset by peer|Broken pipe|Connection timed out)"
+            r"Connection closed by localRank|Proxy [Cc]all to rank \d+ failed|ncclRemoteError|Call to "
+            r"(?:recv|send).{0,80}(?:reset by peer|Broken pipe|Connection timed out)"
         ),
     ),
 )

@@ -146,10 +146,31 @@ SYSTEM_FAMILIES = (
     ),
     Family(
         name="task-end",
-        words=("srun: error:",),
+        words=("srun: error:", "exited on signal"),
         pattern=re.compile(
-            r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<what>Killed|Segmentation fault|Bus error|"
-            r"Aborted|Illegal instruction)"
+            r"srun: error: (?P<host>\S+): tasks? (?P<tasks>[\d,-]+): (?P<what>Killed|Segmentation fault|Bus "
+            r"error|Aborted|"
+            r"Illegal instruction|Exited with exit code \d+)|"
+            r"process rank (?P<rank>\d+) with PID \d+ on node (?P<node>\S+) exited on signal (?P<signal>\d+)"
+        ),
+    ),
+    Family(
+        name="native-crash",
+        words=("Caught signal", "Fatal Python error", "received signal", "Signal: "),
+        pattern=re.compile(
+            r"Caught signal (?:7|8|11) |Fatal Python error: (?:Segmentation fault|Bus error|Floating)|"
+            r"Signal: (?:Segmentation fault|Bus error)"
+        ),
+        verdict=Verdict(
+            id="rank-crashed",
+            severity="error",
+            means="a process crashed in native code; with 'Bus error' /dev/shm or a memory-mapped file is at fault "
+            "mostly",
+            do="read the stack below this line: the topmost library that is neither libc nor torch; compare versions "
+            "of "
+            "extensions, UCX and the driver",
+            likelihood=82,
+            crash=True,
         ),
     ),
 )

@@ -71,7 +71,8 @@ TORCH_FAMILIES = (
         verdict=Verdict(
             id="name-resolution",
             severity="error",
-            means="a host name does not resolve on this host; the rendezvous cannot be reached by it",
+            means="a host name does not resolve on this host. Where it is the rendezvous' name (MASTER_ADDR) this rank "
+            "cannot join; where it is a server's on the internet, the host has no way out",
             do="use an IP address in MASTER_ADDR (--rdzv-endpoint, main_process_ip), or add the name to DNS or "
             "/etc/hosts "
             "of every host",
@@ -194,9 +195,10 @@ TORCH_FAMILIES = (
     ),
     Family(
         name="peer-gone",
-        words=("by peer", "Broken pipe", "Socket closed", "got 0 bytes", "likely closed"),
+        words=("by peer", "Broken pipe", "Socket closed", "got 0 bytes", "likely closed", "communicator"),
         pattern=re.compile(
-            r"Connection (?:closed|reset) by peer(?: \[(?P<peer>[^\]]+)\])?|Connection was likely closed|"
+            r"Connection (?:closed|reset) by peer(?: \[(?P<peer>[^\]]+)\])?|Connection was likely closed|NCCL "
+            r"communicator \w+ aborted|"
             r"(?:\[rank\d|Error|gloo|c10d|[Nn][Cc][Cc][Ll]|TCPStore|recv|send).{0,300}?(?:Broken pipe|Socket "
             r"closed|got 0 bytes)"
         ),

@@ -154,17 +154,21 @@ def _exits(case: Case) -> Iterator[Finding]:
                 symptom=True,
             )
     if task is not None:
-        signal = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Aborted": 6}.get(task.get("what"), 0)
-        name, means, do = _SIGNALS.get(signal, ("ended", "the task's process crashed", "look at its own output"))
+        by_word = {"Killed": 9, "Segmentation fault": 11, "Bus error": 7, "Aborted": 6}
+        signal = int(task.get("signal") or by_word.get(task.get("what"), 0))
+        name, means, do = _SIGNALS.get(
+            signal, ("exit", "the launcher tells which task ended, not why", "read its output")
+        )
+        what = task.get("what") or f"ended with signal {signal}"
         yield Finding(
             id=f"rank-{name}",
             severity="error",
-            seen=f"SLURM task {task.get('tasks')} on host {task.get('host')}: {task.get('what')}",
+            seen=f"task {task.get('tasks') or task.get('rank')} on host {task.get('host') or task.get('node')}: {what}",
             means=means,
             do=do,
             where=case.log.where(task),
-            likelihood=84,
-            symptom=signal == 6,
+            likelihood=84 if signal else 34,
+            symptom=signal in (0, 6, 15),
         )
 
 

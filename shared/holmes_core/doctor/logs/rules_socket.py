@@ -14,7 +14,7 @@ __all__ = ["socket_findings"]
 
 _BOTH = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
 _CONTAINER_ID = re.compile(r"[0-9a-f]{12}")
-_BRIDGE = re.compile(r"docker\d|br-|virbr|cni\d|flannel|lxdbr|podman")
+_BRIDGE = re.compile(r"docker|br-|virbr|cni\d|flannel|lxdbr|podman")
 _HOST_NETWORK = (
     "start the containers with the host's network (--network=host, hostNetwork: true), or on a network that joins the "
     "hosts; NCCL listens on random ports, so publishing a few ports cannot work"

@@ -108,10 +108,10 @@ def _socket_wanted(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[F
 
 def _cannot_open(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[Finding]:
     hosts: dict[str, list[Event]] = {}
-    for event in case.log.of("ib-open"):
+    for event in case.log.of("ib-open", "ib-open-call"):
         hosts.setdefault(event.line.host, []).append(event)
     for host, events in hosts.items():
-        names = list(dict.fromkeys(event.get("device") for event in events))
+        names = list(dict.fromkeys(event.get("device") for event in events if event.get("device"))) or ["a device"]
         nothing = [event for event in case.log.of("ib-none") if event.line.host == host]
         socket = used.get(host, ("", events[0]))[0] == "Socket"
         yield Finding(
