@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.plan.cost import CostModel
+from holmes_core.plan.profile_config import profile_of_config
+from holmes_core.plan.profile_names import KNOWN_MODELS
 from holmes_core.plan.simulate import predict_by_simulation, simulate
 from holmes_core.plan.simulate_orders import Action, make_orders, read_orders
 from holmes_core.report.timeline import perfetto_events, write_perfetto, write_png
@@ -147,3 +149,17 @@ def test_timeline_files(tmp_path: Path) -> None:
     )
     write_png(found, str(tmp_path / "t.png"), title="x")
     assert (tmp_path / "t.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize(("hosts", "published"), [(280, 60.1), (350, 50.2), (420, 44.4)])
+def test_a_published_run_is_predicted_within_ten_percent(hosts: int, published: float) -> None:
+    """MT-NLG 530B on DGX A100 (Smith et al. 2022, section 2.3): seconds per iteration, tp 8 x pp 35, batch 1920.
+
+    Nothing is fitted: the usual efficiency, 8 x 200 Gbit/s as the paper says. Recomputation as its memory needs.
+    """
+    profile = profile_of_config(KNOWN_MODELS["mt-nlg-530b"], seq=2048)
+    work = job(cluster("a", *(8,) * hosts, nics=8), batch=1920, profile=profile)
+    one = choice(work, tp=8, dp=hosts // 35, stages=(35,), recompute=True, layers_per_stage=(3,) * 35)
+    found = simulate(CostModel(work), one).prediction
+    assert found.step_seconds == pytest.approx(published, rel=0.10)
+    assert found.fits
