@@ -98,7 +98,9 @@ def _torch_orders(name: str, pp: int, v: int, m: int, monkeypatch: pytest.Monkey
     cls: Any = getattr(schedules, f"Schedule{name}")
     count = {"pp_group_size": pp, "n_local_stages": v, "_num_stages": pp * v, "_n_microbatches": m}
     rounds = max(1, m // pp)
-    blank = SimpleNamespace(**count, _stages=[None] * v, number_of_rounds=rounds, microbatches_per_round=m // rounds)
+    blank = SimpleNamespace(
+        **count, num_stages=pp * v, _stages=[None] * v, number_of_rounds=rounds, microbatches_per_round=m // rounds
+    )
     rows = []
     for rank in range(pp):
         order = cls._calculate_single_rank_operations(blank, rank)
@@ -116,6 +118,19 @@ def test_action_lists_with_split_backward_passes() -> None:
     plain = simulate(model, one).prediction
     assert split.pipeline_seconds < plain.pipeline_seconds
     assert max(split.memory_bytes) >= max(plain.memory_bytes)
+
+
+def test_torchs_zero_bubble_lists_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """V schedules: the last stage is on the first rank, so no rank waits for the head's neighbour at the other end."""
+    work = job(cluster("a", 4), batch=12, profile=gpt(1024, 8, 16, 1024, vocab_size=64))
+    model = CostModel(work)
+    one = choice(work, schedule="zbv", virtual_stages=2, layers_per_stage=(1,) * 8)
+    orders = _torch_orders("ZBVZeroBubble", 4, 2, 12, monkeypatch)
+    split = simulate(model, one, orders).prediction
+    plain = simulate(model, choice(work, layers_per_stage=(2,) * 4)).prediction
+    assert split.pipeline_seconds < plain.pipeline_seconds
+    assert split.bubble < 0.1 < plain.bubble
+    assert model.predict(one).pipeline_seconds == pytest.approx(split.pipeline_seconds, rel=0.15)
 
 
 def test_wrong_action_lists() -> None:
