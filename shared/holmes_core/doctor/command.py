@@ -208,7 +208,6 @@ def _addressing(inventory: Inventory) -> Iterator[Finding]:
             "used, or "
             "a GID index without an entry",
             do="use the index of its RoCE v2 entry with the routable address (`show_gids`)",
-            where=(f"host {inventory.host}",),
             likelihood=60,
         )
 

@@ -43,7 +43,7 @@ def host_findings(inventory: Inventory, *, several_hosts: bool = True) -> Iterat
         inventory: The host.
         several_hosts: Whether the job has other hosts.
     """
-    where = (f"host {inventory.host}",)
+    where = _where(inventory)
     for text in inventory.warnings:
         yield _warning(text, where)
     yield from _ports(inventory, where)
@@ -53,6 +53,10 @@ def host_findings(inventory: Inventory, *, several_hosts: bool = True) -> Iterat
     yield from _lists(inventory, where, several_hosts=several_hosts)
     yield from _gid(inventory, where)
     yield from _switches(inventory, where)
+
+
+def _where(inventory: Inventory) -> tuple[str, ...]:
+    return (f"host {inventory.host}",) if inventory.host != "?" else ()  # outputs of a host that nobody has named
 
 
 def _warning(text: str, where: tuple[str, ...]) -> Finding:
@@ -267,7 +271,7 @@ def _switches(inventory: Inventory, where: tuple[str, ...]) -> Iterator[Finding]
 
 def surroundings_findings(around: Surroundings, inventory: Inventory) -> Iterator[Finding]:
     """Check what is around this process; see Surroundings."""
-    where = (f"host {inventory.host}",)
+    where = _where(inventory)
     yield from _names(around, inventory, where)
     yield from _limits(around, inventory, where)
     yield from _rendezvous(around, inventory, where)

@@ -753,6 +753,24 @@ def test_attempts_before_the_first_host_listens_are_no_error() -> None:
     assert (only.id, only.severity) == ("connection-refused", "warning")
 
 
+def test_a_large_job_is_told_in_few_findings() -> None:
+    lines = []
+    for number in range(300):
+        lines += [
+            n(f"h{number}", "NCCL_SOCKET_IFNAME set by environment to eth"),
+            n(
+                f"h{number}",
+                f"NET/Socket : Using [0]eth0:10.0.{number // 250}.{number % 250 + 1}<0> [1]docker0:172.17.0.1<0>",
+            ),
+            n(f"h{number}", "Using network Socket"),
+        ]
+    found = findings("\n".join(lines))
+    assert len(found) < 8
+    assert found[0].id == "socket-interfaces"
+    assert any("300 hosts use TCP sockets" in one.seen for one in found)
+    assert any("297 more like this (h3, h4," in one.seen for one in found)
+
+
 def test_echoes_alone_say_that_the_cause_is_elsewhere() -> None:
     (only,) = findings("[rank1]: RuntimeError: Connection closed by peer [192.0.2.1]:1")
     assert (only.id, only.severity) == ("peer-gone", "error")

@@ -30,6 +30,7 @@ _AFTER_A_CRASH = {
     "init-unfinished",
 }
 _MOST_UNKNOWN = 3
+_MOST_ALIKE = 3
 
 
 def diagnose(case: Case) -> tuple[Finding, ...]:
@@ -50,7 +51,7 @@ def diagnose(case: Case) -> tuple[Finding, ...]:
         *socket_findings(case),
         *rank_findings(case),
     ]
-    found = _without_echoes(found, _crashes(log))
+    found = _collapsed(_without_echoes(found, _crashes(log)))
     found.extend(_unknown(log, found))
     return in_order(found)
 
@@ -119,6 +120,25 @@ def _without_echoes(found: list[Finding], crashes: list[Event]) -> list[Finding]
         else one
         for one in marked
     ]
+
+
+def _collapsed(found: list[Finding]) -> list[Finding]:
+    """Say the same about a few hosts and count the rest: a job may have thousands."""
+    by_name: dict[str, list[Finding]] = {}
+    for finding in found:
+        by_name.setdefault(finding.id, []).append(finding)
+    kept = []
+    for same in by_name.values():
+        last = same[:_MOST_ALIKE][-1]
+        if len(same) > _MOST_ALIKE:
+            places = dict.fromkeys(
+                place for one in same[_MOST_ALIKE:] for place in one.where if place.startswith("host ")
+            )
+            names = ", ".join(place.removeprefix("host ") for place in list(places)[:8])
+            more = f"; and {len(same) - _MOST_ALIKE} more like this" + (f" ({names}, ...)" if names else "")
+            last = replace(last, seen=last.seen + more)
+        kept += [*same[: _MOST_ALIKE - 1], last] if len(same) >= _MOST_ALIKE else same
+    return kept
 
 
 def _place(finding: Finding) -> tuple[str, int]:

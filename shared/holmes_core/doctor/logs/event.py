@@ -107,14 +107,26 @@ class Log:
     nccl_lines: int = 0
     unknown: list[Line] = field(default_factory=list)
     ranks: dict[tuple[str, int], int] = field(default_factory=dict)
+    _by_name: dict[str, list[Event]] = field(default_factory=dict)
+    _hosts: dict[str, None] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        """Take an event in, in the order of files and lines."""
+        self.events.append(event)
+        self._by_name.setdefault(event.name, []).append(event)
+        if event.line.host:
+            self._hosts[event.line.host] = None
 
     def of(self, *names: str) -> Iterator[Event]:
         """Yield the events of some families, in order."""
-        return (event for event in self.events if event.name in names)
+        if len(names) == 1:
+            return iter(self._by_name.get(names[0], ()))
+        present = [name for name in names if name in self._by_name]
+        return (event for event in self.events if event.name in present) if present else iter(())
 
     def hosts(self) -> list[str]:
         """Return the hosts that wrote, in order of appearance."""
-        return list(dict.fromkeys(event.line.host for event in self.events if event.line.host))
+        return list(self._hosts)
 
     def rank(self, line: Line) -> int | None:
         """Return the rank that wrote a line, or None."""

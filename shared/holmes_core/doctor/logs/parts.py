@@ -11,7 +11,17 @@ from dataclasses import dataclass, field
 from holmes_core.cluster.nic import Gid, Inventory
 from holmes_core.doctor.logs.event import Event, Log
 
-__all__ = ["Case", "Device", "Interface", "address_kind", "devices", "error_number", "interfaces", "is_container_name"]
+__all__ = [
+    "Case",
+    "Device",
+    "Interface",
+    "address_kind",
+    "devices",
+    "error_number",
+    "interfaces",
+    "is_container_name",
+    "named",
+]
 
 _INTERFACE = re.compile(r"(?:\[(\d+)\])?([A-Za-z][\w.@-]*):([0-9A-Fa-f.:]+)(?:%[\w.@-]+)?<\d+>")
 _DEVICE = re.compile(r"\[(\d+)\]([^\s:\[\]]+):\d+/(IB|RoCE)")
@@ -107,6 +117,11 @@ def devices(text: str) -> list[Device]:
 def is_container_name(name: str) -> bool:
     """Whether an interface's name is one that container engines, virtual machines or tunnels give."""
     return _CONTAINER.match(name) is not None
+
+
+def named(host: str) -> str:
+    """Return ``host n1`` for a sentence; ``a host`` where the log does not say which."""
+    return f"host {host}" if host else "a host"
 
 
 def address_kind(text: str) -> str:

@@ -76,7 +76,7 @@ def read_lines(sources: Iterable[tuple[str, Iterable[str]]]) -> Log:
                 if event.name == "comm":
                     _learn_rank(log, sizes, event)
                 if counts[event.name] <= _MOST_PER_FAMILY:
-                    log.events.append(event)
+                    log.add(event)
             if line.level == "WARN" and not events and line.text and len(log.unknown) < _MOST_UNKNOWN:
                 log.unknown.append(line)
         log.files[name] = number

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from holmes_core.cluster.hca_list import NameList
 from holmes_core.doctor.finding import Finding
 from holmes_core.doctor.logs.event import Event
-from holmes_core.doctor.logs.parts import Case, Device, devices
+from holmes_core.doctor.logs.parts import Case, Device, devices, named
 from holmes_core.errors import did_you_mean
 
 __all__ = ["device_findings"]
@@ -78,7 +78,7 @@ def _mixed(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
     yield Finding(
         id="mixed-link-types",
         severity="error" if refused is not None or failed is not None else "warning",
-        seen=f"both link types are selected on host {host or '?'}: {listed}",
+        seen=f"both link types are selected on {named(host)}: {listed}",
         means="InfiniBand and RoCE devices share NCCL's plugin and cannot talk to each other: a connection between the "
         "two is refused or times out",
         do=f"select one link type with an exact list: {_exact(names)}",
@@ -220,7 +220,7 @@ def _list(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
                 yield Finding(
                     id="hca-list-unused",
                     severity="warning",
-                    seen=f"NCCL_IB_HCA={value} names {', '.join(lost)}, which host {one.host or '?'} does not use"
+                    seen=f"NCCL_IB_HCA={value} names {', '.join(lost)}, which {named(one.host)} does not use"
                     + did_you_mean(lost[0], one.names),
                     means="the device is not there, not active or cannot be opened, or the name is another host's (or "
                     "a typo)",

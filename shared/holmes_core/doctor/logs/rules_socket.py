@@ -8,7 +8,15 @@ from collections.abc import Iterator, Mapping
 
 from holmes_core.doctor.finding import Finding
 from holmes_core.doctor.logs.event import Event
-from holmes_core.doctor.logs.parts import Case, Interface, address_kind, error_number, interfaces, is_container_name
+from holmes_core.doctor.logs.parts import (
+    Case,
+    Interface,
+    address_kind,
+    error_number,
+    interfaces,
+    is_container_name,
+    named,
+)
 
 __all__ = ["socket_findings"]
 
@@ -124,7 +132,7 @@ def _lists(
         failing = [other for other, _, _ in failures if other.line.host == host]
         alone = len(case.log.hosts()) == 1 and not failing and any(case.log.of("connected"))
         names = ", ".join(f"{one.name} ({_why(one)})" for one in bad)
-        seen = f"host {host or '?'} offers {len(listed)} interfaces, among them {names}"
+        seen = f"{named(host)} offers {len(listed)} interfaces, among them {names}"
         if used:
             channel = used[0]
             seen += f"; channel {channel.get('channel')} goes over interface {channel.get('device')} of the list"
@@ -192,7 +200,7 @@ def _loopback(
         yield Finding(
             id="unreachable-interface",
             severity="error",
-            seen=f"host {host or '?'} uses {one.name} with the {address_kind(one.address)} address {one.address}",
+            seen=f"{named(host)} uses {one.name} with the {address_kind(one.address)} address {one.address}",
             means="no other host can connect to it",
             do=f"set {_BOTH} on this host to the interface with the address that the others reach (`ip -br addr`)",
             where=case.log.where(event, *failing[:1]),
@@ -203,7 +211,7 @@ def _loopback(
             yield Finding(
                 id="unreachable-interface",
                 severity="error" if several or failures else "warning",
-                seen=f"host {host or '?'} uses {listed[0].name} ({listed[0].address})",
+                seen=f"{named(host)} uses {listed[0].name} ({listed[0].address})",
                 means="by its name that is a bridge of containers or virtual machines on this host: no other host can "
                 "connect to it",
                 do=f"set {_BOTH} on this host to the interface with the address that the others reach (`ip -br addr`)",
@@ -233,7 +241,8 @@ def _bridges(
     own: dict[str, list[str]] = {}
     for host, (listed, _) in offered.items():
         for one in listed:
-            if address_kind(one.address) in ("global", "docker"):
+            # A bridge itself has the same address everywhere; that is another finding.
+            if address_kind(one.address) in ("global", "docker") and not is_container_name(one.name):
                 own.setdefault(one.address, []).append(host)
     shared = {address: hosts for address, hosts in own.items() if len(hosts) > 1}
     failed = [

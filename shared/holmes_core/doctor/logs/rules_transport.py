@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from holmes_core.doctor.finding import Finding
 from holmes_core.doctor.logs.event import Event
-from holmes_core.doctor.logs.parts import Case, devices, interfaces
+from holmes_core.doctor.logs.parts import Case, Interface, devices, interfaces, named
 
 __all__ = ["transport_findings"]
 
@@ -53,35 +53,43 @@ def _links(case: Case, host: str) -> dict[str, str]:
 
 
 def _in_use(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[Finding]:
+    networks = case.networks()
+    same: dict[tuple[str, str], list[tuple[str, Event]]] = {}
     for host, (net, event) in used.items():
         links = _links(case, host)
         over = " and ".join(sorted(set(links.values())))
-        more = [other for other in case.networks().get(host, []) if other != net]
         detail = f" over {over} on {', '.join(links)}" if net.startswith("IB") and links else ""
         if net == "Socket":
-            names = [
-                one
-                for e in case.log.of("socket-using", "bootstrap")
-                if e.line.host == host
-                for one in interfaces(e.get("list"))
-            ]
-            detail = f" over {', '.join(dict.fromkeys(one.name for one in names))}" if names else ""
-        suffix = any("_dma" in e.get("list") for e in case.log.of("ib-using") if e.line.host == host)
+            names = dict.fromkeys(one.name for one in _interfaces(case, host))
+            detail = f" over {', '.join(names)}" if names else ""
+        more = [_WORDS.get(other, other) for other in networks.get(host, []) if other != net]
+        detail += f", and {', '.join(more)} in other groups" if more else ""
+        means = f"network {net!r} in NCCL's words"
+        if "RoCE" in over and net.startswith("IB"):
+            means += "; RoCE runs on NCCL's IB plugin, it is not Socket"
+        if any("_dma" in e.get("list") for e in case.log.of("ib-using") if e.line.host == host):
+            means += "; the suffix _dma stands for Data Direct: the kernel's device has the name without it"
+        same.setdefault((_WORDS.get(net, net) + detail, means), []).append((host, event))
+    for (what, means), found in same.items():
+        hosts = [host or "?" for host, _ in found]
+        listed = ", ".join(hosts[:6]) + (f" and {len(hosts) - 6} more" if len(hosts) > 6 else "")
         yield Finding(
             id="transport",
             severity="note",
-            seen=f"host {host or '?'} uses {_WORDS.get(net, net)}{detail}"
-            + (f", and {', '.join(_WORDS.get(other, other) for other in more)} in other groups" if more else ""),
-            means=f"network {net!r} in NCCL's words"
-            + ("; RoCE runs on NCCL's IB plugin, it is not Socket" if "RoCE" in over and net.startswith("IB") else "")
-            + (
-                "; the suffix _dma stands for Data Direct: the kernel's device has the name without it"
-                if suffix
-                else ""
-            ),
-            where=case.log.where(event),
+            seen=f"{named(found[0][0])} uses {what}" if len(found) == 1 else f"{len(found)} hosts use {what}: {listed}",
+            means=means,
+            where=case.log.where(*(event for _, event in found)),
             likelihood=50,
         )
+
+
+def _interfaces(case: Case, host: str) -> list[Interface]:
+    return [
+        one
+        for event in case.log.of("socket-using", "bootstrap")
+        if event.line.host == host
+        for one in interfaces(event.get("list"))
+    ]
 
 
 def _socket_wanted(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[Finding]:
@@ -95,7 +103,7 @@ def _socket_wanted(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[F
             yield Finding(
                 id="socket-wanted",
                 severity="error",
-                seen=f"{name}={setting[0]} asks for TCP, and host {host or '?'} uses {over} (network {net})",
+                seen=f"{name}={setting[0]} asks for TCP, and {named(host)} uses {over} (network {net})",
                 means="each of the two variables switches off one implementation: NCCL_IB_DISABLE the internal one, "
                 "NCCL_IBEXT_DISABLE an external plugin's; the other one takes over",
                 do="to force sockets set NCCL_NET=Socket (or the net name of one communicator) instead of "
@@ -117,7 +125,7 @@ def _cannot_open(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[Fin
         yield Finding(
             id="rdma-device-closed",
             severity="error" if socket or nothing or len(hosts) < len(case.log.hosts()) else "warning",
-            seen=f"host {host or '?'} sees {', '.join(names)} and cannot open "
+            seen=f"{named(host)} sees {', '.join(names)} and cannot open "
             + ("it" if len(names) == 1 else "them")
             + ("; it runs over sockets" if socket else ""),
             means="/sys shows the device, /dev/infiniband/uverbs* is missing or not permitted in this container: RDMA "
@@ -137,12 +145,7 @@ def _socket_on_rdma(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
         if net != "Socket" or any(e.line.host == host for e in case.log.of("ib-open")):
             continue
         inventory = case.inventories.get(host)
-        listed = [
-            one
-            for e in case.log.of("socket-using", "bootstrap")
-            if e.line.host == host
-            for one in interfaces(e.get("list"))
-        ]
+        listed = _interfaces(case, host)
         slingshot = [one.name for one in listed if re.fullmatch(r"hsn\d+", one.name)]
         ofi = _wants_ofi(case, host)
         none = next((e for e in case.log.of("ib-none") if e.line.host == host), None)
@@ -162,7 +165,7 @@ def _socket_on_rdma(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
             yield Finding(
                 id="ofi-plugin-missing",
                 severity="error",
-                seen=f"host {host or '?'} uses sockets on an RDMA fabric ({kind}: {names})",
+                seen=f"{named(host)} uses sockets on an RDMA fabric ({kind}: {names})",
                 means="NCCL reaches EFA and Slingshot only through the OFI (libfabric) plugin, and it was not loaded: "
                 "traffic goes over TCP, several times slower",
                 do="install aws-ofi-nccl (aws-ofi-rccl), put its directory into LD_LIBRARY_PATH of the ranks, set "
@@ -184,7 +187,7 @@ def _socket_on_rdma(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
             yield Finding(
                 id="no-libibverbs",
                 severity="warning" if hca is not None else "note",
-                seen=f"host {host or '?'} has no libibverbs, and NCCL uses sockets",
+                seen=f"{named(host)} has no libibverbs, and NCCL uses sockets",
                 means="without the library NCCL cannot see any InfiniBand or RoCE device, whatever the hardware",
                 do="install libibverbs1 and the providers (ibverbs-providers, rdma-core) in the image, if the host "
                 "has RDMA",
@@ -195,7 +198,7 @@ def _socket_on_rdma(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
             yield Finding(
                 id="hca-list-empty",
                 severity="error",
-                seen=f"NCCL_IB_HCA={hca[0]} selects no device on host {host or '?'}, and NCCL uses sockets",
+                seen=f"NCCL_IB_HCA={hca[0]} selects no device on {named(host)}, and NCCL uses sockets",
                 means="the list names devices that this host does not have, cannot open, or whose ports are down",
                 do="compare the list with `ls /sys/class/infiniband` and `ibstat` inside the container; give each host "
                 "its own list",
@@ -206,7 +209,7 @@ def _socket_on_rdma(case: Case, used: dict[str, tuple[str, Event]]) -> Iterator[
             yield Finding(
                 id="no-rdma-seen",
                 severity="note",
-                seen=f"host {host or '?'}: NCCL found no RDMA device and uses sockets",
+                seen=f"{named(host)}: NCCL found no RDMA device and uses sockets",
                 means="right for a host without RDMA; the log does not say whether this one has any",
                 do="if it has: `ls /sys/class/infiniband /dev/infiniband` inside the container, `ibstat` for the port "
                 "states",
