@@ -42,6 +42,7 @@ _CHOICES = {
     "sharding": ("optimizer", "none"),
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
+    "partition": ("auto", "equal", "paper"),
 }
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages")
@@ -83,6 +84,13 @@ class HolmesConfig(Value):
 
     layers_per_stage: tuple[int, ...] | None = None
     """Blocks of each stage in pipeline order, ``pp * virtual_stages`` numbers; also as text: ``"4,4,3"``."""
+
+    partition: str = "auto"
+    """How blocks are split where ``layers_per_stage`` is left out: ``auto`` makes the slowest stage as fast as possible
+    by ``cluster_speeds``, ``paper`` splits in proportion to them, ``equal`` ignores them."""
+
+    cluster_speeds: Mapping[str, float] = field(default_factory=dict, hash=False)
+    """Speed of one rank of each cluster, in any unit: ``{a: 197, b: 160}``. Without it all count as equally fast."""
 
     split_points: tuple[str, ...] | None = None
     """Names of the modules that begin stages 1, 2, ..., for a model whose list of blocks is not found."""
@@ -142,6 +150,7 @@ class HolmesConfig(Value):
         put("rank_order", _rank_order(self.rank_order))
         put("split_points", _names("split_points", self.split_points))
         put("placement", _placement(self.placement))
+        put("cluster_speeds", _speeds(self.cluster_speeds))
         put("clusters", _clusters(self.clusters))
         for name in ("cluster_file", "traffic_file"):
             if (path := getattr(self, name)) is not None and not isinstance(path, str):
@@ -319,6 +328,15 @@ def _placement(value: object) -> dict[str, str]:
                 do=f"place it on {_one_of(_PLACES)}",
             )
     return dict(value)
+
+
+def _speeds(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping):
+        _refuse("cluster_speeds", value, "a mapping like {a: 197, b: 160}")
+    for name, speed in value.items():
+        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
+            _refuse("cluster_speeds", value, f"a positive number for each cluster; {name!r} has {speed!r}")
+    return {str(name): float(speed) for name, speed in value.items()}
 
 
 def _clusters(value: object) -> tuple[ClusterSpec, ...] | None:

@@ -9,10 +9,15 @@ from typing import Literal
 from holmes_core.cluster.topology import Topology
 from holmes_core.cluster.value import Value
 from holmes_core.config import HolmesConfig
-from holmes_core.errors import ConfigError
+from holmes_core.errors import ConfigError, did_you_mean
 from holmes_core.plan.grid import Grid, check_grid, make_grid
 from holmes_core.plan.layout import Layout, ModelFacts, choose_layout
-from holmes_core.plan.partition import check_layers_per_stage, equal_partition
+from holmes_core.plan.partition import (
+    check_layers_per_stage,
+    equal_partition,
+    paper_partition,
+    self_adapting_partition,
+)
 from holmes_core.plan.transport import Transport, choose_transport
 
 __all__ = ["AXES", "Axis", "Group", "Plan", "make_plan"]
@@ -194,8 +199,8 @@ def make_plan(config: HolmesConfig, topology: Topology, model: ModelFacts, *, de
         )
         lines.append("blocks per stage as given (layers_per_stage)")
     else:
-        layers = equal_partition(model.num_blocks, layout.num_stages)
-        lines.append(f"{model.num_blocks} blocks split as evenly as they can be")
+        layers, reason = _split(config, topology, layout, grid, model)
+        lines.append(reason)
     lines.extend(f"{cluster.name}: {cluster.reason}" for cluster in topology.clusters if cluster.reason)
     lines.extend(_placement_reasons(config, topology, layout, grid))
     return Plan(
@@ -207,6 +212,36 @@ def make_plan(config: HolmesConfig, topology: Topology, model: ModelFacts, *, de
         split_points=config.split_points or (),
         reasons=tuple(lines),
     )
+
+
+def _split(
+    config: HolmesConfig, topology: Topology, layout: Layout, grid: Grid, model: ModelFacts
+) -> tuple[tuple[int, ...], str]:
+    """Split the blocks by the rule and the speeds that the user gave; return the reason, too."""
+    names = [cluster.name for cluster in topology.clusters]
+    speeds = config.cluster_speeds
+    wrong = [name for name in speeds if name not in names] or [name for name in names if speeds and name not in speeds]
+    if wrong or (config.partition == "paper" and not speeds):
+        hint = did_you_mean(wrong[0], names) if wrong else ""
+        raise ConfigError(
+            seen=f"partition {config.partition}, speeds of: {', '.join(speeds) or 'no cluster'}{hint}",
+            where="HolmesConfig.cluster_speeds",
+            means=f"the clusters are {', '.join(names)}",
+            do=f"give each a speed: cluster_speeds: {{{', '.join(f'{name}: 1.0' for name in names)}}}",
+        )
+    if config.partition == "equal" or len(set(speeds.values())) < 2:
+        layers = equal_partition(model.num_blocks, layout.num_stages)
+        return layers, f"{model.num_blocks} blocks split as evenly as they can be"
+    owners = [
+        topology.cluster_of(grid.rank_at(pp=_pp(grid, layout, stage), dp=0, tp=0)).name
+        for stage in range(layout.num_stages)
+    ]
+    per_stage = [speeds[name] for name in owners]
+    shown = ", ".join(f"{name} {speeds[name]:g}" for name in names)
+    if config.partition == "paper":
+        return paper_partition(model.num_blocks, per_stage), f"blocks in proportion to speed ({shown})"
+    layers = self_adapting_partition([1.0] * model.num_blocks, per_stage)
+    return layers, f"blocks split so that the slowest stage is as fast as it can be ({shown})"
 
 
 def _placement_reasons(config: HolmesConfig, topology: Topology, layout: Layout, grid: Grid) -> list[str]:

@@ -155,3 +155,43 @@ def test_a_damaged_plan_file_is_refused() -> None:
         Plan.from_json(data)
     with pytest.raises(ConfigError, match=r"unknown key 'grids' \(did you mean 'grid'\?\)"):
         Plan.from_json({**data, "grids": 1})
+
+
+@pytest.mark.parametrize(
+    ("rule", "speeds", "by_cluster"),
+    [
+        ("auto", {}, (15, 15)),
+        ("auto", {"a": 197, "b": 160}, (17, 13)),
+        ("paper", {"a": 197, "b": 160}, (16, 14)),
+        ("equal", {"a": 197, "b": 160}, (15, 15)),
+        ("auto", {"a": 1, "b": 1}, (15, 15)),
+    ],
+)
+@pytest.mark.parametrize("zero_last", [True, False])
+def test_blocks_follow_the_speeds_of_clusters(
+    rule: str, speeds: dict[str, float], by_cluster: tuple[int, int], zero_last: bool
+) -> None:
+    """Whichever cluster comes last: speeds belong to clusters, not to positions."""
+    plan = plan_of(
+        topology_of([2], [2]),
+        num_blocks=30,
+        partition=rule,
+        cluster_speeds=speeds,
+        last_stage_on_rank_zero=zero_last,
+    )
+    owners = [plan.topology.cluster_of(plan.rank_of(stage=s, dp=0, tp=0)).name for s in range(2)]
+    assert owners == (["b", "a"] if zero_last else ["a", "b"])
+    assert dict(zip(owners, plan.layers_per_stage, strict=True)) == dict(zip("ab", by_cluster, strict=True))
+
+
+def test_speeds_that_do_not_belong_to_the_clusters() -> None:
+    topology = topology_of([2], [2])
+    for wishes, message in (
+        ({"partition": "paper"}, "speeds of: no cluster"),
+        ({"cluster_speeds": {"a": 1.0}}, r"give each a speed: cluster_speeds: \{a: 1.0, b: 1.0\}"),
+        ({"cluster_speeds": {"a": 1.0, "c": 1.0}}, "speeds of: a, c"),
+        ({"cluster_speeds": {"a": 0}}, "'a' has 0"),
+        ({"partition": "papr"}, "partition is 'papr'"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            plan_of(topology, **wishes)
