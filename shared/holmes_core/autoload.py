@@ -72,9 +72,9 @@ class ImportHook:
         finally:
             self._searching.discard(fullname)
 
-    def check_imported(self, names: Sequence[str] = tuple(_HOOKS)) -> None:
-        """Serve those of these modules that are imported already; remember those that are imported by half."""
-        for name in names:
+    def check_imported(self, names: Sequence[str] | None = None) -> None:
+        """Serve those of these modules (all, if None) that are imported; remember those that are imported by half."""
+        for name in list(_HOOKS) if names is None else names:
             ready, module = _HOOKS[name][0], sys.modules.get(name)
             if module is None:
                 continue

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,8 @@ def test_the_script_is_split(run_script: Any, plain: Any, tmp_path: Path, how: s
     else:
         words, env = [HOLMES, "launch", "holmes.yaml"], {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     # The script's own --config is the script's.
-    run_script([*words, LOOP, "out", *WORDS, "--config", "own"], env=env, timeout=200).check()
+    output = run_script([*words, LOOP, "out", *WORDS, "--config", "own"], env=env, timeout=200).check()
+    assert "could not add itself" not in output
     assert_same(read(tmp_path / "out"), plain("loop.py", *WORDS))
 
 
@@ -78,14 +78,6 @@ def test_nothing_happens_where_holmes_is_not_asked_for(run_script: Any, tmp_path
     (tmp_path / "probe.py").write_text(PROBE)
     output = run_script(["probe.py"], env={"HOLMES_CONFIG": None}).check()
     assert output.strip().splitlines()[-1] == "[] Accelerator []"
-
-
-def test_the_hook_costs_an_import_of_torch_nothing_that_shows() -> None:
-    """The import hook itself, without torch: well below 5 ms."""
-    code = "import sys, time; t = time.perf_counter(); import _holmes_autoload as h; h.activate(); "
-    code += "print(1000 * (time.perf_counter() - t))"
-    times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in "123"]
-    assert min(times) < 5.0
 
 
 def test_holmes_config(run_script: Any, tmp_path: Path) -> None:
