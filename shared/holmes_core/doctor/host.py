@@ -66,7 +66,7 @@ def _warning(text: str, where: tuple[str, ...]) -> Finding:
                 id=name,
                 severity="warning",
                 seen=text,
-                means="this host gives a job less than its hardware has, or only with the settings below",
+                means="a job gets less of this host than its hardware has, or needs a setting for it",
                 do=do,
                 where=where,
                 likelihood=likelihood,

@@ -55,6 +55,16 @@ FAULTS = {
         "unequal-hcas",
         ["channels 05 of rank 3 use ionic_2, which x2 lacks", "NCCL_IB_HCA='=ionic_0,ionic_1'"],
     ),
+    "unequal devices, and a collective that hangs": (
+        [
+            n("x1", "NET/IB : Using [0]irdma0:1/RoCE [1]irdma1:1/RoCE [RO]; OOB ens1:198.51.100.1<0>"),
+            n("x2", "NET/IB : Using [0]irdma0:1/RoCE [RO]; OOB ens1:198.51.100.2<0>"),
+            "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1, OpType=BROADCAST, NumelIn=1, "
+            "NumelOut=1, Timeout(ms)=600000) ran for 600001 milliseconds before timing out.",
+        ],
+        "unequal-hcas",
+        ["x1 has irdma0, irdma1", "'=irdma0'"],
+    ),
     "NCCL counts unequal devices": (
         [
             n("x1", "Rank 8 has 1 local Net devices (max 2)."),
@@ -123,6 +133,11 @@ FAULTS = {
         ],
         "gid-index",
         ["error 12) to 192.0.2.4", "::ffff:198.51.100.3 and ::ffff:203.0.113.4 are routable", "PFC"],
+    ),
+    "an index beyond the table": (
+        [w("r3", "Call to ibv_query_gid failed with error No data available")],
+        "gid-index",
+        ["beyond the end"],
     ),
     "retries over InfiniBand": (
         [

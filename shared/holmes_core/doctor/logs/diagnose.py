@@ -29,6 +29,16 @@ _AFTER_A_CRASH = {
     "no-route",
     "init-unfinished",
 }
+# A wrong choice of networks hangs jobs: with a hang in the log it is the cause, else it may do no harm.
+_HANGS = {"collective-timeout", "gloo-timeout"}
+_CAUSES_OF_HANGS = {
+    "unequal-hcas",
+    "mixed-link-types",
+    "socket-interfaces",
+    "interface-prefix",
+    "gloo-loopback",
+    "bridge-address",
+}
 _MOST_UNKNOWN = 3
 _MOST_ALIKE = 3
 
@@ -112,6 +122,11 @@ def _without_echoes(found: list[Finding], crashes: list[Event]) -> list[Finding]
         later = finding.id in _AFTER_A_CRASH and first.get(file, number) < number
         marked.append(replace(finding, symptom=True) if later else finding)
     marked = [replace(one, likelihood=45) if _is_late_exception(one, marked) else one for one in marked]
+    if any(one.id in _HANGS for one in marked):
+        marked = [
+            replace(one, severity="error") if one.id in _CAUSES_OF_HANGS and one.severity == "warning" else one
+            for one in marked
+        ]
     if not any(one.severity == "error" and not one.symptom for one in marked):
         return marked
     return [

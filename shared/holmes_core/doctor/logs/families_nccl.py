@@ -192,6 +192,18 @@ NCCL_FAMILIES = (
         pattern=re.compile(r"ibv_(?:modify_qp|create_ah) failed with (?:error )?(?P<why>.*)"),
     ),
     Family(
+        name="query-gid",
+        words=("ibv_query_gid",),
+        pattern=re.compile(r"ibv_query_gid\w* failed"),
+        verdict=Verdict(
+            id="gid-index",
+            severity="error",
+            means="NCCL_IB_GID_INDEX is beyond the end of the port's GID table, or the entry is empty",
+            do="unset NCCL_IB_GID_INDEX, or set it to the RoCE v2 entry of the routable address that `show_gids` shows",
+            likelihood=90,
+        ),
+    ),
+    Family(
         name="rdma-memory",
         words=("Cannot allocate memory", "max locked memory"),
         pattern=re.compile(
