@@ -145,12 +145,13 @@ class Network:
 
     @staticmethod
     def _across(one: ClusterHardware, other: ClusterHardware, link: Link, lanes: int, width: int) -> float:
-        # One port of each host, however many it has: sockets between two hosts use one.
-        rate = link.rate or min(one.ethernet_rate, other.ethernet_rate)
-        per_lane = rate / lanes
+        # One port of each host, however many it has: sockets between two hosts use one. What is declared of the link
+        # was measured on it, and is taken as it is.
+        usual = min(one.ethernet_rate, other.ethernet_rate) * SOCKET_EFFICIENCY
+        per_lane = (usual if link.rate is None else link.rate) / lanes
         if link.total is not None:
             per_lane = min(per_lane, link.total / width)
-        return per_lane / 8 * 1e9 * SOCKET_EFFICIENCY
+        return per_lane / 8 * 1e9
 
 
 def _cut(cluster: int, hosts: tuple[int, ...], width: int) -> list[Place]:

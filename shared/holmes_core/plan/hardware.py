@@ -141,8 +141,8 @@ class Link(Value):
 
     Args:
         between: Their names.
-        rate: Gbit/s between one host and another; None: the slower of their Ethernet ports.
-        total: Gbit/s of all traffic between the two together; None: not limited.
+        rate: Gbit/s that one host was measured to send to another; None: the usual part of the slower Ethernet port.
+        total: Gbit/s of all traffic between the two together, as measured; None: not limited.
         latency: Seconds.
     """
 

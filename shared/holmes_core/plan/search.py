@@ -41,6 +41,7 @@ class Limits(Value):
         virtual_stages: Stages per rank.
         micro_batch_size: Samples per micro-batch.
         recompute: Whether blocks are recomputed.
+        last: Cluster that comes last in the pipeline, as a position in ``Hardware.clusters``.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
     """
 
@@ -51,6 +52,7 @@ class Limits(Value):
     virtual_stages: int | None = None
     micro_batch_size: int | None = None
     recompute: bool | None = None
+    last: int | None = None
     partition: str = "auto"
 
 
@@ -99,7 +101,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5) -> SearchRe
     """
     limits = limits or Limits()
     model = CostModel(job)
-    orders = _orders(len(job.hardware.clusters))
+    orders = _orders(len(job.hardware.clusters), limits.last)
     plain = list(candidates(model, limits, orders[:1]))
     rest = orders[1:]
     fitting = [one for one in plain if one.prediction.fits]
@@ -300,12 +302,12 @@ def _simulated(model: CostModel, fitting: Sequence[Candidate]) -> list[Candidate
     return done
 
 
-def _orders(count: int) -> list[tuple[int, ...]]:
+def _orders(count: int, last: int | None = None) -> list[tuple[int, ...]]:
     """Orders of the clusters along the pipeline; first the one a job takes whose rank 0 is in the first cluster."""
-    first = (*range(1, count), 0)
-    if count > 4:  # too many to try: each cluster last once, the others as they are written
-        return [first, *((*(c for c in range(count) if c != last), last) for last in range(1, count))]
-    return [first, *(order for order in permutations(range(count)) if order != first)]
+    plain = [(*(c for c in range(count) if c != end), end) for end in range(count)]
+    # With many clusters: each of them last once, the others as they are written.
+    orders = plain if count > 4 else [*plain, *(order for order in permutations(range(count)) if order not in plain)]
+    return [order for order in orders if last in (None, order[-1])]
 
 
 def _reordered(choice: Choice, order: tuple[int, ...]) -> Choice:

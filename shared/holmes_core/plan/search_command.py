@@ -73,6 +73,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--schedule", choices=SCHEDULES, help="fix the schedule")
     add("--recompute", action=argparse.BooleanOptionalAction, help="fix whether blocks are recomputed")
     add("--partition", choices=("auto", "equal", "paper"), default="auto", help="how blocks are split (default: auto)")
+    add("--rank-zero", metavar="NAME", help="the cluster global rank 0 is started in: it comes last in the pipeline")
     add("--efficiency", type=float, default=COMPUTE_EFFICIENCY, metavar="X",
         help=f"part of the GPUs' peak that compute reaches (default {COMPUTE_EFFICIENCY})")  # fmt: skip
     add("--overlap", type=float, default=0.0, metavar="X", help="part of the gradient traffic that is hidden")
@@ -111,9 +112,19 @@ def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Lim
         virtual_stages=given.virtual_stages,
         micro_batch_size=given.micro_batch_size,
         recompute=given.recompute,
+        last=_last(given.rank_zero, specs),
         partition=given.partition,
     )
     return specs, job, limits
+
+
+def _last(name: str | None, specs: tuple[ClusterSpec, ...]) -> int | None:
+    """The cluster that must come last: where rank 0 is, if the user or the ranks of the cluster file say so."""
+    names = [spec.name for spec in specs]
+    if name is not None and name not in names:
+        raise ConfigError(seen=f"cluster {name!r}", where="--rank-zero", do=f"name one of: {', '.join(names)}")
+    pinned = next((index for index, spec in enumerate(specs) if 0 in spec.ranks), None)
+    return pinned if name is None else names.index(name)
 
 
 def _check_limits(specs: tuple[ClusterSpec, ...], job: Job, limits: Limits) -> None:
@@ -156,13 +167,13 @@ def _yaml(config: HolmesConfig, job: Job, result: SearchResult) -> str:
     choice, prediction = result.best.choice, result.best.prediction
     assert config.clusters is not None
     last = config.clusters[-1]
-    start = last.hosts[0] if last.hosts else f"rank {last.ranks[0]}"
     lines = [
         f"# {job.profile.name} on {job.hardware.ranks} ranks: {choice.describe()}.",
         f"# Predicted: {prediction.step_seconds:.4g} s per step of {job.batch} samples x {job.profile.seq} tokens.",
         f"# Each replica's batch (DataLoader batch_size): {job.batch // choice.dp}.",
-        f"# Start global rank 0 on {start}: the cluster of rank 0 comes last in the pipeline.",
     ]
+    if len(config.clusters) > 1 and last.hosts:
+        lines.append(f"# Start global rank 0 on {last.hosts[0]}: the cluster of rank 0 comes last in the pipeline.")
     if choice.recompute:
         lines.append("# Needs recomputation: call model.gradient_checkpointing_enable() in the script.")
     lines += [f"{name}: {getattr(config, name)}" for name in ("pp", "dp", "tp", "schedule", "micro_batch_size")]

@@ -75,7 +75,7 @@ def test_declared_links_limit_what_crosses() -> None:
     for link in (Link(between=("b", "a"), rate=5.0), Link(between=("a", "b"), total=5.0)):
         net = Network(Hardware(clusters=clusters, links=(link,)))
         edge = net.edge(net.places(0, 8)[0], net.places(1, 8)[0], 8)
-        assert edge.bandwidth == pytest.approx(5e9 / 8 / 8 * SOCKET_EFFICIENCY)
+        assert edge.bandwidth == pytest.approx(5e9 / 8 / 8)
 
 
 def test_uneven_hosts_are_cut_in_order() -> None:

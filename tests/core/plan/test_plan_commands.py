@@ -88,6 +88,26 @@ def test_simulate_follows_the_file_and_writes_timelines(files: Path, capsys: pyt
     assert (files / "t.png").stat().st_size > 1000
 
 
+def test_rank_zero_decides_the_last_cluster(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in "ab":
+        assert plan("--rank-zero", name, "-o", f"{name}.yaml") == 0
+        clusters = HolmesConfig.load({"config": f"{name}.yaml"}, env={}).clusters
+        assert clusters is not None
+        assert clusters[-1].name == name
+    assert plan("--rank-zero", "c") == 1
+    assert "name one of: a, b" in capsys.readouterr().err
+
+
+def test_clusters_by_ranks_keep_rank_zero_where_it_is(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (files / "cluster.yaml").write_text(
+        "clusters: [{name: a, kind: roce, ranks: 2-3, gpu: H100}, {name: b, kind: infiniband, ranks: 0-1, gpu: A100}]"
+    )
+    assert plan("-o", "holmes.yaml") == 0
+    clusters = HolmesConfig.load({"config": "holmes.yaml"}, env={}).clusters
+    assert clusters is not None
+    assert [spec.ranks for spec in clusters] == [(2, 3), (0, 1)]
+
+
 def test_fixed_degrees_that_no_layout_has_get_the_nearest(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """F4-15: the short pipeline idles 16 ranks, and is named with that cost. F4-05: tp against key/value heads."""
     assert plan("--pp", "2") == 1
