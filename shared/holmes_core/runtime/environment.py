@@ -2,7 +2,8 @@
 """The one place that writes to ``os.environ``, for libraries that can be told in no other way.
 
 - ``GLOO_SOCKET_IFNAME``: gloo has no per-group option for the interface; it reads the variable while a group is made.
-  Written around that call only, and put back.
+  Written around that call, and put back; in a job of several hosts it then names the interface between hosts for
+  groups that others make.
 - The ``NCCL_*`` variables of `holmes_core.plan.environment`: NCCL reads them once per process, at its first
   communicator. Written before it and left, since the communicators live as long as the process. A variable that the
   user has set is never changed.

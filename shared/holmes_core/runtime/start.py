@@ -30,7 +30,7 @@ from holmes_core.errors import HolmesError
 from holmes_core.plan.environment import check_environment, environment_warnings
 from holmes_core.plan.network import ethernet_interfaces
 from holmes_core.plan.transport import LOOPBACK
-from holmes_core.runtime.environment import gloo_interface
+from holmes_core.runtime.environment import gloo_interface, set_missing
 
 __all__ = ["Meeting", "host_name", "join", "meet", "tell_apart"]
 
@@ -150,6 +150,10 @@ def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting
             means="the hosts met at the store, but the control group over these interfaces could not be made",
             do="check that these interfaces reach each other (firewall, routes); name others with GLOO_SOCKET_IFNAME",
         ) from error
+    if len(names) > 1 and me in interfaces:
+        # Hosts and user code make gloo groups of their own (Lightning around prepare_data), and gloo would bind them to
+        # the address of the host's name, often 127.0.1.1.
+        set_missing({"GLOO_SOCKET_IFNAME": interfaces[me]})
     return replace(meeting, store=None)
 
 
