@@ -25,20 +25,17 @@ def main(words: list[str]) -> int:
     """Run `holmes doctor WORDS`; return 0 if nothing is wrong, 1 if something is, 2 if the call was."""
     parser = argparse.ArgumentParser(
         prog="holmes doctor",
-        description="Say what is wrong and what to do. Without FILE: check this host, as this process sees it (run it "
-        "inside "
-        "the job's container and with the job's variables). With FILE: read logs (NCCL, gloo, torchrun, libfabric, "
-        "UCX, "
-        "SLURM, the kernel), or tools' outputs and inventories of hosts. Exit status: 0 nothing wrong, 1 findings, 2 "
-        "usage.",
+        description="Say what is wrong and what to do. Without FILE: check this host, as this process sees it (run "
+        "it inside the job's container and with the job's variables). With FILE: read logs (NCCL, gloo, torchrun, "
+        "libfabric, UCX, SLURM, the kernel), or tools' outputs and inventories of hosts. Exit status: 0 nothing "
+        "wrong, 1 findings, 2 usage.",
     )
     parser.add_argument(
         "files",
         nargs="*",
         metavar="FILE",
         help="logs, best of all ranks (.gz too; - is standard input); outputs of ibstat, show_gids, `nvidia-smi topo "
-        "-m`, "
-        "`ip -br addr`, NCCL's topology XML; inventories from `holmes detect --json`, one per host",
+        "-m`, `ip -br addr`, NCCL's topology XML; inventories from `holmes detect --json`, one per host",
     )
     parser.add_argument(
         "--sysfs", type=Path, metavar="DIR", help="what stands for /sys: a copy of the host's, for its GIDs"
@@ -203,10 +200,8 @@ def _addressing(inventory: Inventory) -> Iterator[Finding]:
             severity="note",
             seen=f"{', '.join(names)}: link layer Ethernet (RoCE)",
             means="such a port is addressed by GID (NCCL_IB_GID_INDEX), never by LID: 'Base lid: 0' and 'Port GUID: "
-            "0x0' are "
-            "normal for it and no fault. ibv_modify_qp with error 19 (No such device) means that a LID address was "
-            "used, or "
-            "a GID index without an entry",
+            "0x0' are normal for it and no fault. ibv_modify_qp with error 19 (No such device) means that a LID "
+            "address was used, or a GID index without an entry",
             do="use the index of its RoCE v2 entry with the routable address (`show_gids`)",
             likelihood=60,
         )
@@ -214,7 +209,8 @@ def _addressing(inventory: Inventory) -> Iterator[Finding]:
 
 def _check_here(given: argparse.Namespace) -> Iterable[Finding]:
     from holmes_core.cluster.detect import detect_host
-    from holmes_core.doctor.host import host_findings, surroundings_findings
+    from holmes_core.doctor.host import host_findings
+    from holmes_core.doctor.process import surroundings_findings
     from holmes_core.doctor.surroundings import look_around
 
     name = given.host or os.environ.get("HOLMES_HOST") or socket.gethostname()

@@ -68,9 +68,8 @@ def _one_list(inventories: Sequence[Inventory]) -> Iterator[Finding]:
                 if same
                 else "rails have different names on the hosts"
             ),
-            means="the same card is called differently on these hosts: one list for all selects storage or management "
-            "cards "
-            "somewhere, and rails pair wrongly",
+            means="the same card is called differently on these hosts: one list for all selects storage or "
+            "management cards somewhere, and rails pair wrongly",
             do=f"give each host its own list (Holmes does): {shown}",
             where=tuple(f"host {host}" for host in wrong[:4]),
             likelihood=85,

@@ -16,10 +16,11 @@ from holmes_core.cluster.links import Link
 from holmes_core.cluster.nic import Inventory, Nic
 from holmes_core.doctor.compare import compare_hosts
 from holmes_core.doctor.finding import Finding, in_order
-from holmes_core.doctor.host import host_findings, surroundings_findings
+from holmes_core.doctor.host import host_findings
 from holmes_core.doctor.logs.diagnose import diagnose
 from holmes_core.doctor.logs.parts import Case
 from holmes_core.doctor.logs.read import read_lines
+from holmes_core.doctor.process import surroundings_findings
 from holmes_core.doctor.surroundings import Surroundings
 from tests.core.cluster.trees import Tree
 

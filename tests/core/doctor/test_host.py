@@ -10,7 +10,8 @@ import pytest
 from holmes_core.cluster.nic import Accelerator, Gid, Inventory, Nic
 from holmes_core.doctor.compare import compare_hosts
 from holmes_core.doctor.finding import Finding, exit_status
-from holmes_core.doctor.host import host_findings, surroundings_findings
+from holmes_core.doctor.host import host_findings
+from holmes_core.doctor.process import surroundings_findings
 from holmes_core.doctor.surroundings import Surroundings, look_around
 
 LOCAL, ROUTABLE = "fe80:0000:0000:0000:0000:00ff:fe00:0001", "0000:0000:0000:0000:0000:ffff:c633:6407"

@@ -220,8 +220,7 @@ NCCL_FAMILIES = (
             means="the NIC could not register the memory. Bad address: GPU memory without GPUDirect (nvidia_peermem, "
             "DMA-BUF); Operation not permitted: the container lacks IPC_LOCK",
             do="run `lsmod | grep nvidia_peermem`; try NCCL_NET_GDR_LEVEL=LOC; give the container --cap-add=IPC_LOCK "
-            "and "
-            "--ulimit memlock=-1",
+            "and --ulimit memlock=-1",
             likelihood=85,
         ),
     ),

@@ -107,8 +107,7 @@ SYSTEM_FAMILIES = (
             id="gpu-fault",
             severity="error",
             means="the GPU driver reported a fault. 79: the GPU fell off the bus; 48, 63, 64, 94, 95: memory errors "
-            "(ECC); "
-            "74: NVLink; 119, 120: its firmware; 13, 31, 43: mostly the program's own",
+            "(ECC); 74: NVLink; 119, 120: its firmware; 13, 31, 43: mostly the program's own",
             do="drain the host and reset or replace the GPU for hardware codes; for 13, 31, 43 look at the kernels",
             likelihood=93,
             crash=True,
@@ -167,8 +166,7 @@ SYSTEM_FAMILIES = (
             means="a process crashed in native code; with 'Bus error' /dev/shm or a memory-mapped file is at fault "
             "mostly",
             do="read the stack below this line: the topmost library that is neither libc nor torch; compare versions "
-            "of "
-            "extensions, UCX and the driver",
+            "of extensions, UCX and the driver",
             likelihood=82,
             crash=True,
         ),

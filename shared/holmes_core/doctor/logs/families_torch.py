@@ -2,8 +2,7 @@
 """What torch (c10d, gloo, ProcessGroupNCCL), torchrun and Holmes itself write.
 
 Sources: pytorch/pytorch torch/csrc/distributed/c10d (socket.cpp, TCPStore.cpp, ProcessGroupGloo.cpp,
-ProcessGroupNCCL.cpp),
-torch/distributed/elastic; pytorch/gloo gloo/transport/tcp.
+ProcessGroupNCCL.cpp), torch/distributed/elastic; pytorch/gloo gloo/transport/tcp.
 """
 
 from __future__ import annotations
@@ -74,8 +73,7 @@ TORCH_FAMILIES = (
             means="a host name does not resolve on this host. Where it is the rendezvous' name (MASTER_ADDR) this rank "
             "cannot join; where it is a server's on the internet, the host has no way out",
             do="use an IP address in MASTER_ADDR (--rdzv-endpoint, main_process_ip), or add the name to DNS or "
-            "/etc/hosts "
-            "of every host",
+            "/etc/hosts of every host",
             likelihood=88,
         ),
     ),
@@ -144,8 +142,7 @@ TORCH_FAMILIES = (
             severity="error",
             means="NCCL failed, and torch tells only the kind of the error",
             do="run again with NCCL_DEBUG=INFO NCCL_DEBUG_SUBSYS=INIT,NET,ENV and give that log: the warning before "
-            "this "
-            "line names the cause",
+            "this line names the cause",
             likelihood=25,
             symptom=True,
         ),
@@ -215,8 +212,7 @@ TORCH_FAMILIES = (
             severity="error",
             means="a rank ran out of GPU memory and ended; the others lost their connection to it",
             do="take more micro-batches (smaller ones), activation checkpointing, or more stages or tensor "
-            "parallelism; "
-            "`nvidia-smi` shows whether another process holds memory",
+            "parallelism; `nvidia-smi` shows whether another process holds memory",
             likelihood=90,
             crash=True,
         ),
@@ -243,8 +239,7 @@ TORCH_FAMILIES = (
             id="cuda-error",
             severity="error",
             means="a CUDA call failed; a kernel that failed earlier is reported at the next call. ECC or NVLink "
-            "errors are "
-            "the hardware's, a device-side assert mostly an index out of range",
+            "errors are the hardware's, a device-side assert mostly an index out of range",
             do="look for an Xid in `dmesg` of this host; run with CUDA_LAUNCH_BLOCKING=1 to find the kernel",
             likelihood=75,
             crash=True,

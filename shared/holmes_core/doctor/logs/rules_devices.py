@@ -104,8 +104,7 @@ def _kinds_differ(case: Case, chosen: list[_Selection]) -> Iterator[Finding]:
         means="the hosts are in different fabrics: InfiniBand and RoCE cannot meet in one communicator"
         + ("; all hosts also use one network that they share, so groups across the fabrics can work" if joined else ""),
         do="put the hosts of each fabric into groups of their own and join the fabrics over Ethernet only (Holmes "
-        "plans "
-        "that: `holmes plan`), or set NCCL_NET=Socket for the whole job",
+        "plans that: `holmes plan`), or set NCCL_NET=Socket for the whole job",
         where=case.log.where(*(one.event for found in by_link.values() for one in found[:2])),
         likelihood=91,
     )

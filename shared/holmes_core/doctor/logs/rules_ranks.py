@@ -205,9 +205,8 @@ def _watchdog(case: Case) -> Iterator[Finding]:
         id="collective-timeout",
         severity="error",
         seen=seen,
-        means="the watchdog tells who waited, not why: the cause is on a rank that did not come (failed, slow in data "
-        "or "
-        "checkpoint, another branch of the script), or a network that does not carry this group's traffic",
+        means="the watchdog tells who waited, not why: the cause is on a rank that did not come (failed, slow in "
+        "data or checkpoint, another branch of the script), or a network that does not carry this group's traffic",
         do=(f"look first at rank {', '.join(map(str, target))}: " if target else "")
         + "first errors of the other ranks; NCCL_DEBUG=INFO for the network; TORCH_NCCL_TRACE_BUFFER_SIZE=2000 with "
         "TORCH_NCCL_DUMP_ON_TIMEOUT=1 shows which collective each rank was in (`py-spy dump` while it hangs)",
@@ -335,8 +334,7 @@ def _gone(case: Case) -> Iterator[Finding]:
             seen="ranks lost their connection" + (f" to {', '.join(peers[:4])}" if peers else ""),
             means="a peer's process ended, or its host or link went down; this is what the others see of it",
             do="find the rank that failed first: look at the logs of the ranks that do NOT have this message, and at "
-            "`dmesg` "
-            "of their hosts",
+            "`dmesg` of their hosts",
             where=case.log.where(*gone),
             likelihood=30,
             symptom=True,

@@ -19,9 +19,8 @@ _RETRY, _RNR, _FLUSH = 12, 13, 5
 _STATUS = {
     4: (
         "local protection error",
-        "the NIC may not access the memory: GPUDirect (nvidia_peermem, DMA-BUF), an IOMMU "
-        "or ACS "
-        "setting, or memory that was freed",
+        "the NIC may not access the memory: GPUDirect (nvidia_peermem, DMA-BUF), an IOMMU or ACS setting, or memory "
+        "that was freed",
         "try NCCL_NET_GDR_LEVEL=LOC; check nvidia_peermem, and iommu=pt on the kernel's command line",
     ),
     9: (
@@ -31,9 +30,8 @@ _STATUS = {
     ),
     10: (
         "remote access error",
-        "the peer's memory is not what was announced: ranks out of step, or different NCCL "
-        "versions, "
-        "or a device of another fabric (NVSwitch's own) was selected",
+        "the peer's memory is not what was announced: ranks out of step, or different NCCL versions, or a device of "
+        "another fabric (NVSwitch's own) was selected",
         "compare NCCL versions; give an exact NCCL_IB_HCA list",
     ),
     11: ("remote operation error", "the peer's NIC could not do it", "look at the peer's `dmesg`"),
@@ -118,13 +116,11 @@ def _gid_finding(case: Case, event: Event, device: str) -> Finding:
         elif index == right:
             means = (
                 f"GID index {right} is the right entry of {name} ({gid_ip(entry.address) if entry else ''}), so the "
-                f"packets "
-                "are lost on the way: switch filtering, PFC/ECN, unequal MTU, or subnets without a route"
+                "packets are lost on the way: switch filtering, PFC/ECN, unequal MTU, or subnets without a route"
             )
             do = (
                 "run `ib_write_bw -x INDEX` between the two hosts; check PFC/ECN and UDP port 4791 on the switches, "
-                "MTU, and "
-                "that the peers' GIDs are of one network"
+                "MTU, and that the peers' GIDs are of one network"
             )
             likelihood = 70
         else:
@@ -132,8 +128,7 @@ def _gid_finding(case: Case, event: Event, device: str) -> Finding:
             ip = gid_ip(entry.address) if entry else ""
             do = (
                 f"set NCCL_IB_GID_INDEX={right} on this host: the RoCE v2 entry of the routable address {ip} in the "
-                f"table of "
-                f"{name}. Other hosts may need another index. If it still fails: switch filtering, PFC"
+                f"table of {name}. Other hosts may need another index. If it still fails: switch filtering, PFC"
             )
             likelihood = 95
     else:
@@ -145,15 +140,14 @@ def _gid_finding(case: Case, event: Event, device: str) -> Finding:
         elif local and remote and address_kind(local[1]) == address_kind(remote[1]) == "global":
             means = (
                 f"the GIDs {local[1]} and {remote[1]} are routable: either there is no RDMA path between their "
-                f"networks (the "
-                "rails are paired wrongly, or cabled differently), or the switch filters or loses the packets (PFC/ECN)"
+                "networks (the rails are paired wrongly, or cabled differently), or the switch filters or loses the "
+                "packets (PFC/ECN)"
             )
         else:
             means = (
                 f"RoCE peers found each other over TCP and RDMA packets do not arrive: most likely {at} is a RoCE v1 "
-                f"or a "
-                "link-local entry (the first entries of a table mostly are); after that, the switch filters or loses "
-                "them"
+                "or a link-local entry (the first entries of a table mostly are); after that, the switch filters or "
+                "loses them"
             )
         do = _ADVICE_NO_TABLE
     if error_number(event.get("why")) == 19:
@@ -191,7 +185,7 @@ def _table(case: Case, event: Event, device: str) -> tuple[str, Sequence[Gid]]:
     for name in used:
         if name in case.gids:
             return name, case.gids[name]
-    if (not device and len(case.gids) == 1) or len(set(case.gids)) == 1:
+    if not device and len(case.gids) == 1:
         name = next(iter(case.gids))
         return name, case.gids[name]
     return device, ()
@@ -226,11 +220,9 @@ def _statuses(case: Case) -> Iterator[Finding]:
                 severity="error",
                 seen=f"{_what(event)}{f' on {device}' if device else ''} over InfiniBand",
                 means="the peer's NIC does not answer: its process or host ended, its port is down, or the two ports "
-                "are in "
-                "different InfiniBand subnets or partitions",
+                "are in different InfiniBand subnets or partitions",
                 do="look whether the peer rank failed first; then `ibstat` and `ibping` between the two ports, and "
-                "pairwise "
-                "ib_write_bw; NCCL_IB_TIMEOUT=22 helps only on large, congested fabrics",
+                "pairwise ib_write_bw; NCCL_IB_TIMEOUT=22 helps only on large, congested fabrics",
                 where=case.log.where(*events),
                 likelihood=75,
             )
@@ -262,11 +254,9 @@ def _queue_pairs(case: Case) -> Iterator[Finding]:
                 severity="error",
                 seen=f"ibv_modify_qp fails: {event.get('why')[:80]}",
                 means="a queue pair could not be connected: ports in different InfiniBand subnets or partitions, MTU "
-                "that "
-                "differs, or a port that is not active",
+                "that differs, or a port that is not active",
                 do="compare `ibstat` (state, SM lid, rate) and partitions (`/sys/class/infiniband/*/ports/*/pkeys`) "
-                "of the "
-                "two ports",
+                "of the two ports",
                 where=case.log.where(event),
                 likelihood=70,
             )
@@ -285,10 +275,8 @@ def _memory(case: Case) -> Iterator[Finding]:
             + (f" (limit {limit})" if limit else ""),
             means="RDMA pins memory, and the limit on locked memory (ulimit -l) of the process is too low",
             do="set it to unlimited for the process that runs the ranks: container --ulimit memlock=-1 (and "
-            "IPC_LOCK), SLURM "
-            "PropagateResourceLimitsExcept=MEMLOCK with LimitMEMLOCK=infinity for slurmd, /etc/security/limits.conf "
-            "for "
-            "logins; check with `ulimit -l` inside a launched rank",
+            "IPC_LOCK), SLURM PropagateResourceLimitsExcept=MEMLOCK with LimitMEMLOCK=infinity for slurmd, "
+            "/etc/security/limits.conf for logins; check with `ulimit -l` inside a launched rank",
             where=case.log.where(*events),
             likelihood=95,
         )

@@ -181,8 +181,7 @@ def _loopback(
             means="the host's name resolves to no address of an interface (or to 127.x), so gloo bound to loopback and "
             "advertised it: no other host can connect. What is reported later follows from this",
             do="set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the interface the hosts share, on ALL hosts, "
-            "before the "
-            "start; or correct /etc/hosts: the own name must not stand beside 127.0.0.1 or 127.0.1.1",
+            "before the start; or correct /etc/hosts: the own name must not stand beside 127.0.0.1 or 127.0.1.1",
             where=case.log.where(*first),
             likelihood=97,
         )
@@ -226,8 +225,7 @@ def _loopback(
             severity="error" if several else "warning",
             seen=f"a connection to {peer} failed",
             means="a loopback address reaches only the own host: a peer (or MASTER_ADDR) was given as localhost, or "
-            "its "
-            "name resolves to 127.x",
+            "its name resolves to 127.x",
             do="set MASTER_ADDR to the first host's address as the others see it; correct /etc/hosts where the own "
             "name stands beside 127.0.0.1 or 127.0.1.1",
             where=case.log.where(*(one for one, _ in told)),

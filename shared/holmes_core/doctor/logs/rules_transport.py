@@ -13,9 +13,8 @@ from holmes_core.doctor.logs.parts import Case, Interface, devices, interfaces, 
 __all__ = ["transport_findings"]
 
 _NO_DEVICE_FILES = (
-    "give the container the devices: --device=/dev/infiniband (Kubernetes: an RDMA device plugin), --ulimit "
-    "memlock=-1; "
-    "outside containers `modprobe ib_uverbs` and check the permissions of /dev/infiniband/uverbs*"
+    "give the container the devices: --device=/dev/infiniband (Kubernetes: an RDMA device plugin), "
+    "--ulimit memlock=-1; outside containers `modprobe ib_uverbs` and check the permissions of /dev/infiniband/uverbs*"
 )
 _WORDS = {"IB": "NCCL's IB plugin", "Socket": "TCP sockets"}
 
@@ -252,8 +251,7 @@ def _plugin_not_found(case: Case) -> Iterator[Finding]:
                 "install aws-ofi-nccl, put its directory into LD_LIBRARY_PATH and set NCCL_NET_PLUGIN=ofi"
                 if ofi
                 else "check NCCL_NET and NCCL_NET_PLUGIN, and that LD_LIBRARY_PATH of the ranks has the plugin; for "
-                "IB check "
-                "/dev/infiniband and `ibstat` inside the container; unset NCCL_NET to let NCCL choose"
+                "IB check /dev/infiniband and `ibstat` inside the container; unset NCCL_NET to let NCCL choose"
             ),
             where=case.log.where(event, *([setting[1]] if setting else []), *([missing] if missing else [])),
             likelihood=92,
