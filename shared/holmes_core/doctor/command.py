@@ -57,10 +57,14 @@ def main(words: list[str]) -> int:
         return 2
     from holmes_core.doctor.report import print_findings, to_json
 
-    if given.json:
-        print(to_json(findings, read=read, silence=silence))
-    else:
-        print_findings(findings, silence=silence, notes=not given.no_notes)
+    try:
+        if given.json:
+            print(to_json(findings, read=read, silence=silence))
+        else:
+            print_findings(findings, silence=silence, notes=not given.no_notes)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; what is left must not fail at exit, either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return exit_status(findings)
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -194,3 +195,11 @@ def test_no_torch_is_imported(run_script, tmp_path) -> None:
     calls = f"from holmes_core.cli import main\nmain(['doctor', {str(log)!r}])\nmain(['doctor'])\n"
     output = run_script(["-c", calls + "import sys\nprint(*sys.modules)"]).check()
     assert "torch" not in output.splitlines()[-1].split()
+
+
+def test_a_reader_that_has_seen_enough(tmp_path) -> None:
+    log = tmp_path / "a.log"
+    log.write_text(FAULT)
+    command = f"{sys.executable} -m holmes_core.cli doctor {log} | true"
+    found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert found.stderr == ""
