@@ -140,6 +140,7 @@ class StageCosts:
         static_bytes: Per pp rank: weights, gradients, optimizer states, runtime.
         activation_bytes: Per stage and micro-batch.
         transient_bytes: Per pp rank: what one micro-batch needs while it is computed.
+        reduce_bytes: Per pp rank: the flat copies of its gradients while they are summed, after the last backward pass.
         limit_bytes: Per pp rank: memory that can be used.
         num_microbatches: Per step and replica.
     """
@@ -155,12 +156,17 @@ class StageCosts:
     static_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
+    reduce_bytes: tuple[int, ...]
     limit_bytes: tuple[int, ...]
     num_microbatches: int
 
     def send_seconds(self, edge: int) -> float:
         """Return how long an activation occupies an edge."""
         return self.sent / self.edges[edge].bandwidth
+
+    def memory_bytes(self, rank: int, kept: int) -> int:
+        """Return a pp rank's peak: while it computes with ``kept`` bytes of activations, or while it sums gradients."""
+        return self.static_bytes[rank] + max(kept + self.transient_bytes[rank], self.reduce_bytes[rank])
 
     def port_seconds(self) -> float:
         """Return how long the busiest port sends per micro-batch."""
@@ -239,7 +245,7 @@ class CostModel:
         """Seconds of one block's forward pass on a micro-batch."""
         seconds = samples * flops / (tp * self.speeds[cluster]) + BLOCK_SECONDS
         if tp > 1:  # one all-reduce after attention, one after the feed-forward layer
-            moved = 2 * (tp - 1) / tp * samples * self.job.profile.boundary_bytes
+            moved = 2 * (tp - 1) / tp * samples * self.job.profile.reduced_bytes
             seconds += 2 * (moved / self.network.local_bandwidth(cluster) + _TP_LATENCY)
         return seconds
 
@@ -290,6 +296,7 @@ class CostModel:
             static_bytes=tuple(int(n * (self.per_parameter + self.states / dp)) + RUNTIME_BYTES for n in parameters),
             activation_bytes=tuple(kept),
             transient_bytes=tuple(transient),
+            reduce_bytes=tuple(int(n * self._grad_bytes) if dp > 1 else 0 for n in parameters),
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-(job.batch // dp) // x)),
         )
@@ -313,7 +320,7 @@ class CostModel:
             stages = choice.stages_of(rank) if v > 1 else [rank]
             held = in_flight(choice.schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m)
             mean = sum(costs.activation_bytes[stage] for stage in stages) / v
-            memory.append(costs.static_bytes[rank] + int(held * mean) + costs.transient_bytes[rank])
+            memory.append(costs.memory_bytes(rank, int(held * mean)))
         gradient = max(costs.gradient_seconds) * (1 - self.job.overlap) + costs.tied_seconds
         return self.assemble(choice, costs, pipeline, tuple(memory), gradient)
 

@@ -40,6 +40,7 @@ class BlockShape(Value):
         float_norms: Whether norms keep a float32 copy of their input (RMS norms written in Python do).
         ffn_kept: How many tensors as wide as the feed-forward layer are kept: 4 if gated (gate, its activation, up,
             their product), 2 if plain (the projection and its activation), 1 for ReLU (its result says all).
+        qk_norms: Whether queries and keys are normed.
     """
 
     hidden: int
@@ -60,6 +61,7 @@ class BlockShape(Value):
     window: int = 0
     float_norms: bool = True
     ffn_kept: int = 4
+    qk_norms: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,7 @@ class ModelProfile(Value):
         name: For people.
         seq: Tokens of one sample.
         value_bytes: Bytes of one activation (2 for bf16).
+        stream_bytes: Bytes of one value of the residual stream (4 under autocast: its sums stay in float32).
         blocks: The main list of blocks.
         embedding_parameters: On the first stage.
         head_parameters: On the last stage: head (also where tied: the stage holds a copy) and final norm.
@@ -140,6 +143,7 @@ class ModelProfile(Value):
     name: str
     seq: int
     value_bytes: int = 2
+    stream_bytes: int = 2
     blocks: tuple[BlockProfile, ...]
     embedding_parameters: int
     head_parameters: int
@@ -179,6 +183,11 @@ class ModelProfile(Value):
         return self.blocks[0].boundary_bytes
 
     @property
+    def reduced_bytes(self) -> int:
+        """Of one sample: what one all-reduce of tensor parallelism sums, a projection's result."""
+        return self.boundary_bytes // self.stream_bytes * self.value_bytes
+
+    @property
     def uniform(self) -> bool:
         """Whether all blocks are alike."""
         return all(block == self.blocks[0] for block in self.blocks)
@@ -194,27 +203,30 @@ class ModelProfile(Value):
         )
 
 
-def profile_of_shape(shape: ModelShape, *, seq: int, value_bytes: int = 2) -> ModelProfile:
+def profile_of_shape(shape: ModelShape, *, seq: int, value_bytes: int = 2, stream_bytes: int = 0) -> ModelProfile:
     """Work out what a model of a shape computes and keeps.
 
     Args:
         shape: The model.
         seq: Tokens of one sample.
         value_bytes: Bytes of one activation.
+        stream_bytes: Bytes of one value of the residual stream, which stages send; 0: as many as an activation.
 
     Returns:
         The profile.
     """
+    stream_bytes = stream_bytes or value_bytes
     known: dict[BlockShape, BlockProfile] = {}
     for block in shape.blocks:
         if block not in known:
-            known[block] = _block(block, seq, value_bytes)
+            known[block] = _block(block, seq, value_bytes, stream_bytes)
     first = shape.blocks[0]
     matrix = shape.vocab * first.hidden
     return ModelProfile(
         name=shape.name,
         seq=seq,
         value_bytes=value_bytes,
+        stream_bytes=stream_bytes,
         blocks=tuple(known[block] for block in shape.blocks),
         embedding_parameters=shape.embedding_parameters,
         head_parameters=shape.head_parameters + shape.final_norm_parameters,
@@ -229,7 +241,7 @@ def profile_of_shape(shape: ModelShape, *, seq: int, value_bytes: int = 2) -> Mo
     )
 
 
-def _block(shape: BlockShape, seq: int, value_bytes: int) -> BlockProfile:
+def _block(shape: BlockShape, seq: int, value_bytes: int, stream_bytes: int) -> BlockProfile:
     matrices = 3 if shape.gated else 2
     dense = matrices * shape.hidden * (shape.ffn + shape.shared_ffn)
     expert = matrices * shape.hidden * shape.expert_ffn + shape.expert_vector_parameters
@@ -237,7 +249,7 @@ def _block(shape: BlockShape, seq: int, value_bytes: int) -> BlockProfile:
     seen = min(seq, shape.window) if shape.window else seq
     attention = 2.0 * seq * seen * shape.heads * (shape.qk_dim + shape.v_dim)
     multiplied = always + shape.active_experts * matrices * shape.hidden * shape.expert_ffn
-    kept = _kept_per_token(shape, value_bytes)
+    kept = _kept_per_token(shape, value_bytes, stream_bytes)
     return BlockProfile(
         parameters=always + shape.vector_parameters + shape.experts * expert,
         active_parameters=always + shape.vector_parameters + shape.active_experts * expert,
@@ -245,11 +257,11 @@ def _block(shape: BlockShape, seq: int, value_bytes: int) -> BlockProfile:
         attention_flops=attention,
         activation_bytes=seq * sum(kept),
         whole_bytes=seq * kept[0],
-        boundary_bytes=seq * shape.hidden * value_bytes,
+        boundary_bytes=seq * shape.hidden * stream_bytes,
     )
 
 
-def _kept_per_token(shape: BlockShape, value_bytes: int) -> tuple[int, int]:
+def _kept_per_token(shape: BlockShape, value_bytes: int, stream_bytes: int) -> tuple[int, int]:
     """Bytes that one token leaves for the backward pass (by norms, by the rest); attention keeps no scores.
 
     Each of the two norms keeps its input and its result, the projections' input (an RMS norm written in Python keeps
@@ -257,8 +269,9 @@ def _kept_per_token(shape: BlockShape, value_bytes: int) -> tuple[int, int]:
     keeps what its activation and its last projection multiply. No dropout. (Counted like Korthikanti et al. 2022,
     section 4.)
     """
-    norms = 2 * shape.hidden * (4 + 2 * value_bytes if shape.float_norms else 2 * value_bytes)
+    norms = 2 * shape.hidden * (stream_bytes + value_bytes + (4 if shape.float_norms else 0))
     attention = shape.heads * (shape.qk_dim + 2 * shape.v_dim) + shape.kv_heads * (shape.qk_dim + shape.v_dim)
     width = shape.ffn + shape.shared_ffn + shape.active_experts * shape.expert_ffn
     routed = shape.active_experts * shape.hidden  # each visited expert has its own copy of the token
-    return norms, value_bytes * (attention + shape.ffn_kept * width + routed)
+    normed = (shape.heads + shape.kv_heads) * shape.qk_dim * (4 + value_bytes) if shape.qk_norms else 0
+    return norms, normed + value_bytes * (attention + shape.ffn_kept * width + routed)

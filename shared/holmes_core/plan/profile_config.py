@@ -85,13 +85,16 @@ _FAMILIES: dict[str, _Family] = {
 }
 
 
-def profile_of_config(config: Mapping[str, Any], *, seq: int = 0, value_bytes: int = 2, name: str = "") -> ModelProfile:
+def profile_of_config(
+    config: Mapping[str, Any], *, seq: int = 0, value_bytes: int = 2, stream_bytes: int = 0, name: str = ""
+) -> ModelProfile:
     """Profile a model from its configuration.
 
     Args:
         config: The content of config.json.
         seq: Tokens of one sample; 0 takes the longest that the configuration names, at most 4096.
         value_bytes: Bytes of one activation.
+        stream_bytes: Bytes of one value of the residual stream; 0: as many as an activation.
         name: For people; empty takes the configuration's own.
 
     Returns:
@@ -101,7 +104,8 @@ def profile_of_config(config: Mapping[str, Any], *, seq: int = 0, value_bytes: i
         ConfigError: The configuration does not describe a transformer decoder.
     """
     shape = shape_of_config(config, name=name)
-    return profile_of_shape(shape, seq=seq or min(shape.positions or 2048, 4096), value_bytes=value_bytes)
+    seq = seq or min(shape.positions or 2048, 4096)
+    return profile_of_shape(shape, seq=seq, value_bytes=value_bytes, stream_bytes=stream_bytes)
 
 
 def shape_of_config(config: Mapping[str, Any], *, name: str = "") -> ModelShape:
@@ -189,6 +193,7 @@ def _block(config: Mapping[str, Any], family: _Family, kind: str, hidden: int, i
         router_parameters=shape.router,
         window=_window(config, index),
         float_norms=family.norm == "rms",
+        qk_norms=bool(family.qk_norm),
         ffn_kept=4 if gated else 1 if "relu" in _activation(config) else 2,
     )
 

@@ -298,8 +298,8 @@ def _simulated(model: CostModel, fitting: Sequence[Candidate]) -> list[Candidate
         if done and actions > _ACTIONS:
             break
         done.append(Candidate(choice=one.choice, prediction=predict_by_simulation(model, one.choice)))
-    done.sort(key=_seconds)
-    return done
+    # Of several stages per rank the closed form knows the memory on average only.
+    return sorted([one for one in done if one.prediction.fits] or done, key=_seconds)
 
 
 def _orders(count: int, last: int | None = None) -> list[tuple[int, ...]]:

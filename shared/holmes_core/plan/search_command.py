@@ -95,9 +95,11 @@ def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Lim
         )
     specs, hardware = load_hardware(given.cluster)
     name, config = find_config(given.model)
+    # Under autocast the residual stream, which stages send, stays in float32.
+    stream = 2 if given.precision == "bf16-true" else 4
     value_bytes = 4 if given.precision == "32-true" else 2
     job = Job(
-        profile=profile_of_config(config, seq=given.seq, value_bytes=value_bytes, name=name),
+        profile=profile_of_config(config, seq=given.seq, value_bytes=value_bytes, stream_bytes=stream, name=name),
         hardware=hardware,
         batch=given.batch or 8 * hardware.ranks,
         precision=given.precision,

@@ -188,11 +188,7 @@ class _Run:
 
     def memory(self) -> tuple[int, ...]:
         """Peak bytes of each pp rank."""
-        costs = self._costs
-        return tuple(
-            static + peak + transient
-            for static, peak, transient in zip(costs.static_bytes, self._peak, costs.transient_bytes, strict=True)
-        )
+        return tuple(self._costs.memory_bytes(rank, peak) for rank, peak in enumerate(self._peak))
 
     def _push(self, time: float, rank: int, action: Action | None, arrived: tuple[str, int, int] | None) -> None:
         self._count += 1  # ties in time go in the order in which they were found
