@@ -146,7 +146,6 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
             engine,
             before=before,
             compute=self._autocast,
-            loss_scale=lambda: self.scaler.get_scale() if self.scaler is not None else 1.0,
             guard=self._named_failures,
         )
         if self.native_amp:

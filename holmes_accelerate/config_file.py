@@ -20,7 +20,7 @@ _QUESTIONS = (  # flag, question, default
     ("processes", "How many processes (GPUs) on all of them?", "2"),
     ("pp", "Pipeline stages (empty: Holmes decides from the networks)?", ""),
     ("tp", "Tensor-parallel ranks per layer (empty: 1)?", ""),
-    ("mixed_precision", "Mixed precision (no, bf16, fp16)?", "no"),
+    ("mixed_precision", "Mixed precision (no, bf16)?", "no"),
 )
 
 
@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
     for name, text in (("pp", "pipeline"), ("dp", "data"), ("tp", "tensor")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{text}-parallel degree")
     parser.add_argument("--microbatches", type=int, metavar="N", help="micro-batches per batch")
-    parser.add_argument("--mixed-precision", choices=("no", "bf16", "fp16"))
+    parser.add_argument("--mixed-precision", choices=("no", "bf16"))
     parser.add_argument("--cpu", action="store_true", help="train on the CPU")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     given = parser.parse_args(words)

@@ -51,7 +51,7 @@ def refuse_settings(accelerator: Any) -> None:
     """Check what was settled only by Accelerate's own set-up.
 
     Raises:
-        ConfigError: torch.compile, fp8 or dispatched batches are asked for.
+        ConfigError: torch.compile, fp16, fp8 or dispatched batches are asked for.
     """
     backend = str(getattr(accelerator.state.dynamo_plugin, "backend", "NO")).rpartition(".")[2].upper()
     if backend != "NO":
@@ -60,6 +60,13 @@ def refuse_settings(accelerator: Any) -> None:
             where="Accelerator(dynamo_plugin=...) or dynamo_config in the yaml",
             means="the compiled graph would reach over the borders of pipeline stages",
             do="remove it",
+        )
+    if accelerator.mixed_precision == "fp16":
+        raise ConfigError(
+            seen="mixed_precision fp16",
+            where="Accelerator, TrainingArguments or the yaml",
+            means="its scaler looks for overflow on each rank alone, so that some ranks would skip a step and others not",
+            do="use bf16",
         )
     if accelerator.fp8_enabled:
         raise ConfigError(

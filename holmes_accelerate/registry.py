@@ -79,7 +79,7 @@ def patch_state(module: ModuleType) -> None:
         from holmes_accelerate.process import enter, on_cpu
 
         cpu = cpu or on_cpu()
-        if not cls._shared_state:
+        if not cls._shared_state and "RANK" in os.environ:  # a worker of a launcher
             enter(cpu=cpu)
         init(self, cpu, **kwargs)
 

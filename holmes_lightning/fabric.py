@@ -129,6 +129,13 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
                         means="one pipeline trains one model",
                         do="put both into one module whose forward returns the loss",
                     )
+                if getattr(self.precision, "scaler", None) is not None:
+                    raise HolmesError(
+                        seen="precision 16-mixed",
+                        where="Fabric(precision=...)",
+                        means="its scaler looks for overflow on each rank alone",
+                        do='use precision="bf16-mixed"',
+                    )
                 before = named_parameter_slots(module)
                 with self._named_failures():
                     engine = build_engine(
@@ -138,13 +145,7 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
                         seed=share_random_state(),
                         meeting=self._meeting,
                     )
-                scaler = getattr(self.precision, "scaler", None)
-                mode = CallMode(
-                    engine,
-                    before=before,
-                    loss_scale=lambda: scaler.get_scale() if scaler is not None else 1.0,
-                    guard=self._named_failures,
-                )
+                mode = CallMode(engine, before=before, guard=self._named_failures)
                 if str(getattr(self.precision, "precision", "32-true")).startswith(("bf16", "16")):
                     mode.half_precision()
             self._mode = mode

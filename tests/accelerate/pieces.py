@@ -135,8 +135,21 @@ def refusals(context: Context) -> dict[str, str]:
     return found
 
 
-def compile_refused(context: Context) -> str:
-    return error_of(lambda: Accelerator(dynamo_backend="inductor"))
+def settings_refused(context: Context) -> dict[str, str]:
+    from accelerate import DataLoaderConfiguration
+    from accelerate.state import AcceleratorState
+    from accelerate.utils import ParallelismConfig
+
+    found = {}
+    for name, options in {
+        "inductor": {"dynamo_backend": "inductor"},
+        "fp16": {"mixed_precision": "fp16"},
+        "dispatch_batches": {"dataloader_config": DataLoaderConfiguration(dispatch_batches=True)},
+        "parallelism_config": {"parallelism_config": ParallelismConfig()},
+    }.items():
+        AcceleratorState._reset_state()  # settings are kept from one Accelerator to the next
+        found[name] = error_of(lambda options=options: Accelerator(**options))
+    return found
 
 
 def saved_by_one(context: Context) -> str:

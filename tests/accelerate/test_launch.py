@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -31,10 +33,10 @@ holmes_config:
 WORDS = ["--layers", "2", "--epochs", "1", "--rows", "12"]
 
 
-def read(out: Path) -> list[dict[str, Any]]:
+def read(out: Path, world: int = 2) -> list[dict[str, Any]]:
     import torch
 
-    records = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(2)]
+    records = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(world)]
     records[0]["weights"] = torch.load(out / "weights.pt")
     return records
 
@@ -134,3 +136,29 @@ def test_a_yaml_without_the_section_is_accelerates_own(tmp_path: Path, monkeypat
     args, data = prepared(tmp_path, monkeypatch, YAML.partition("holmes_config")[0])
     assert data == {}
     assert args.config_file == str(tmp_path / "holmes.yaml")
+
+
+@pytest.mark.slow
+def test_a_job_on_machines_of_one_and_two_processes(plain: Any, tmp_path: Path) -> None:
+    """Two launchers on this machine, as if on two: one pipeline of three stages."""
+    port = 29700 + os.getpid() % 200
+    text = YAML.replace("num_processes: 2", "processes_per_machine: [1, 2]").replace("pp: 2", "pp: 3")
+    text = text.replace("main_process_port: 0", f"main_process_ip: 127.0.0.1\nmain_process_port: {port}")
+    (tmp_path / "holmes.yaml").write_text(text)
+    (tmp_path / "out").mkdir()
+    words = ["--layers", "3", "--epochs", "1", "--rows", "12"]
+    launches = []
+    for machine in range(2):
+        command = [ACCELERATE, "launch", "--config", "holmes.yaml", "--machine_rank", machine, LOOP, "out", *words]
+        with (tmp_path / f"{machine}.log").open("w") as log:
+            launches.append(
+                subprocess.Popen([str(w) for w in command], stdout=log, stderr=subprocess.STDOUT, cwd=tmp_path)
+            )
+    try:
+        codes = [launch.wait(200) for launch in launches]
+    finally:
+        for launch in launches:
+            launch.terminate()
+            launch.wait(60)
+    assert codes == [0, 0], "".join((tmp_path / f"{m}.log").read_text()[-3000:] for m in range(2))
+    assert_same(read(tmp_path / "out", 3), plain("loop.py", *words))

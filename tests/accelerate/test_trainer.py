@@ -46,8 +46,9 @@ BEST = ['save_strategy="epoch"', "load_best_model_at_end=true", 'metric_for_best
             marks=pytest.mark.slow,
         ),
         ["--lora", "--model", "llama", "--set", "learning_rate=0.5"],
+        pytest.param(["--again"], marks=pytest.mark.slow),
     ],
-    ids=["plain", "label-smoothing", "best-model", "lora"],
+    ids=["plain", "label-smoothing", "best-model", "lora", "again"],
 )
 def test_same_as_one_process(farm: Farm, plain: Callable[..., dict[str, Any]], words: list[str]) -> None:
     assert_same(holmes(farm, PP2, *words), plain("trainer.py", *words))

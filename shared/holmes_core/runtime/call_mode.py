@@ -57,7 +57,6 @@ class CallMode:
         engine: The engine, built.
         before: The module's parameters before the split (`named_parameter_slots`).
         compute: Returns the context of a forward (autocast).
-        loss_scale: Returns the factor on the loss in half-precision training.
         guard: Returns the context around everything that talks to other ranks (names who failed first).
     """
 
@@ -67,12 +66,11 @@ class CallMode:
         *,
         before: Mapping[str, nn.Parameter] | None = None,
         compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        loss_scale: Callable[[], float] = lambda: 1.0,
         guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self.engine = engine
         engine.loss_per_replica = True
-        self._compute, self._loss_scale, self._guard = compute, loss_scale, guard
+        self._compute, self._guard = compute, guard
         self.dp, self.replica = engine.plan.layout.dp, engine.place.dp
         self._rules = {False: engine.loss_rule, True: LossRule("items")}
         self._returns_loss: dict[Any, bool] = {}
@@ -99,6 +97,11 @@ class CallMode:
         own[CALL_MODE] = self
         own["forward"] = functools.wraps(self.forward)(lambda *args, **kwargs: self(*args, **kwargs))
         own["no_sync"] = nullcontext  # scripts written for DistributedDataParallel; reduction waits for the step anyway
+        apply: Any = type(self.engine.root)._apply
+        # `.to(device)` and the like: empty parameters of other stages have nothing to be moved.
+        own["_apply"] = lambda fn, recurse=True: apply(
+            self.engine.root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse
+        )
         self._load = self.engine.root.load_state_dict
         own["load_state_dict"] = self.load_state_dict
         if hasattr(type(self.engine.root), "save_pretrained"):
@@ -151,7 +154,7 @@ class CallMode:
         return self._returns_loss[key]
 
     def _train(self, batch: dict[str, Any]) -> Any:
-        engine, scale = self.engine, self._loss_scale()
+        engine = self.engine
         engine.loss_rule = self._rules[batch.get("num_items_in_batch") is not None]
         kind: list[str] = []
 
@@ -166,7 +169,7 @@ class CallMode:
         for param in params:
             param.grad = None
         try:
-            result = engine.train(step, batch, scale=scale)
+            result = engine.train(step, batch)
             mine = [(param, param.grad) for param in params if param.grad is not None]
         finally:
             for param, grad in earlier:
@@ -174,7 +177,7 @@ class CallMode:
         told = (float(result.loss), kind[0]) if result.loss is not None else None
         value, how = share(told, source=engine.last_rank, group=engine.groups.replica)
         apply: Any = _Loss.apply
-        loss = apply(self._anchor, torch.tensor(value, device=engine.device), _Gradients(self, mine, scale))
+        loss = apply(self._anchor, torch.tensor(value, device=engine.device), _Gradients(self, mine))
         if how == "mapping":
             return LossOutput(loss=loss)
         return (loss,) if how in ("tuple", "list") else loss
@@ -346,8 +349,8 @@ class CallMode:
 class _Gradients:
     """The gradients of one training call, until its loss is differentiated."""
 
-    def __init__(self, mode: CallMode, mine: list[tuple[nn.Parameter, Tensor]], scale: float) -> None:
-        self._mode, self._scale = mode, scale
+    def __init__(self, mode: CallMode, mine: list[tuple[nn.Parameter, Tensor]]) -> None:
+        self._mode = mode
         self._mine: list[tuple[nn.Parameter, Tensor]] | None = mine
 
     def commit(self, grad: Tensor) -> None:
@@ -360,7 +363,7 @@ class _Gradients:
                 do="call the model again, or add losses before one backward",
             )
         mine, self._mine = self._mine, None
-        factor = grad.detach().float() / (self._scale * self._mode.dp)
+        factor = grad.detach().float() / self._mode.dp
         if mine and (factor.is_cuda or float(factor) != 1.0):
             torch._foreach_mul_([g for _, g in mine], factor)
         for param, new in mine:

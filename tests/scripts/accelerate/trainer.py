@@ -13,7 +13,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from loop import Rows, make_model  # noqa: E402
+from loop import Rows, make_model
 
 
 class Record(TrainerCallback):
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--lora", action="store_true")
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--resume", default=None)
+    parser.add_argument("--again", action="store_true", help="evaluate before training, and train twice")
     parser.add_argument("--set", nargs="*", default=[], help="name=JSON value of TrainingArguments")
     args = parser.parse_args()
     set_seed(7)
@@ -64,6 +65,10 @@ def main() -> None:
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         callbacks=[recorder],
     )
+    if args.again:
+        trainer.evaluate()
+        model.to(trainer.args.device)
+        trainer.train()
     trainer.train(resume_from_checkpoint=args.resume)
     trainer.save_model(str(args.out / "final"))
     keep = ("step", "loss", "grad_norm", "learning_rate", "eval_loss", "eval_right", "eval_rows")
