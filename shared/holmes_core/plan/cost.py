@@ -231,7 +231,7 @@ class CostModel:
         self.whole = [0, *accumulate(block.whole_bytes for block in profile.blocks)]
         weights, grads, states, casts = PRECISIONS[job.precision]
         self.per_parameter, self.states = weights + grads + casts, states
-        self._grad_bytes, self._weight_bytes = grads, weights
+        self.grad_bytes, self._weight_bytes = grads, weights
         self._largest_block = max(block.activation_bytes for block in profile.blocks)
 
     def places(self, choice: Choice) -> list[Place]:
@@ -280,7 +280,7 @@ class CostModel:
         transient[rank_of[-1]] += x * profile.head_activation_bytes // tp
         clusters = job.hardware.clusters
         # Adam reads and writes weights and both moments, and reads gradients; replicas share the work.
-        touched = (2 * self._weight_bytes + 2 * self.states + self._grad_bytes) / dp
+        touched = (2 * self._weight_bytes + 2 * self.states + self.grad_bytes) / dp
         return StageCosts(
             forward=tuple(forward),
             backward=tuple(backward),
@@ -296,7 +296,7 @@ class CostModel:
             static_bytes=tuple(int(n * (self.per_parameter + self.states / dp)) + RUNTIME_BYTES for n in parameters),
             activation_bytes=tuple(kept),
             transient_bytes=tuple(transient),
-            reduce_bytes=tuple(int(n * self._grad_bytes) if dp > 1 else 0 for n in parameters),
+            reduce_bytes=tuple(int(n * self.grad_bytes) if dp > 1 else 0 for n in parameters),
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-(job.batch // dp) // x)),
         )
@@ -370,7 +370,7 @@ class CostModel:
         """Seconds to sum a stage's gradients over its replicas and to hand out parameters; bytes between hosts."""
         if dp == 1:
             return 0.0, 0.0
-        per_ring = (dp - 1) / dp * parameters * (self._grad_bytes + self._weight_bytes)
+        per_ring = (dp - 1) / dp * parameters * (self.grad_bytes + self._weight_bytes)
         between = self.network.ring_bandwidth(place, dp)
         if not between:
             return per_ring / self.network.local_bandwidth(place.cluster), 0.0
@@ -383,4 +383,4 @@ class CostModel:
         edge = self.network.edge(places[0], places[last], width)
         # Only the replica that owns the weight sends: its tp ranks, not all that share the port.
         share = max(1, places[0].per_host // tp)
-        return self._grad_bytes * self.job.profile.tied_parameters / tp / (edge.bandwidth * share)
+        return self.grad_bytes * self.job.profile.tied_parameters / tp / (edge.bandwidth * share)

@@ -24,14 +24,12 @@ class Place:
         first_host: Position of its first host in the cluster.
         last_host: Of its last.
         per_host: Most of its ranks on one host.
-        least: Fewest of its ranks on one host.
     """
 
     cluster: int
     first_host: int
     last_host: int
     per_host: int
-    least: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,5 +167,5 @@ def _cut(cluster: int, hosts: tuple[int, ...], width: int) -> list[Place]:
             take = min(left, hosts[host] - used)
             counts.append(take)
             used, left = used + take, left - take
-        places.append(Place(cluster=cluster, first_host=first, last_host=host, per_host=max(counts), least=min(counts)))
+        places.append(Place(cluster=cluster, first_host=first, last_host=host, per_host=max(counts)))
     return places

@@ -16,7 +16,7 @@ from holmes_core.cluster.value import Value
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_schedule import in_flight
-from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition
+from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition, self_adapting_partition
 from holmes_core.plan.simulate import predict_by_simulation
 
 __all__ = ["Candidate", "Limits", "SearchResult", "candidates", "search", "split_blocks", "why_slower"]
@@ -123,7 +123,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5) -> SearchRe
         raise _nothing(job, limits, tried)
     place = {order: index for index, order in enumerate(orders)}
     fitting.sort(key=_seconds)
-    ranked = _simulated(model, fitting)
+    ranked = _simulated(model, fitting, limits.partition)
     near = [one for one in ranked if _seconds(one) <= (1 + _SAME) * _seconds(ranked[0])]
     best = min(near, key=lambda one: (one.choice.num_stages, place[one.choice.order], _seconds(one)))
     runners: dict[tuple[object, ...], Candidate] = {}
@@ -200,13 +200,16 @@ def _block_limits(model: CostModel, choice: Choice, clusters: Sequence[int]) -> 
     empty = model.stage_costs(replace(choice, layers_per_stage=(0,) * choice.num_stages))
     whole = model.whole[-1]
     kept = profile.boundary_bytes * count if choice.recompute else whole + (model.kept[-1] - whole) / tp
-    weights = model.parameters[-1] / count / tp * (model.per_parameter + model.states / choice.dp)
+    parameters = model.parameters[-1] / count / tp
+    weights = parameters * (model.per_parameter + model.states / choice.dp)
+    summed = weights + (parameters * model.grad_bytes if choice.dp > 1 else 0)
     found = []
     for rank in choice.ranks():
         held = in_flight(choice.schedule, rank=rank, pp=choice.pp, virtual_stages=v, num_microbatches=m)
-        free = empty.limit_bytes[rank] - empty.static_bytes[rank] - empty.transient_bytes[rank]
-        per_block = weights + held / v * x * kept / count
-        found.append(min(count, max(0, int(free / v // per_block))))
+        room = empty.limit_bytes[rank] - empty.static_bytes[rank]
+        computing = (room - empty.transient_bytes[rank]) / v // (weights + held / v * x * kept / count)
+        summing = (room - empty.reduce_bytes[rank]) / v // summed
+        found.append(min(count, max(0, int(min(computing, summing)))))
     return found
 
 
@@ -281,7 +284,7 @@ def _evaluate(model: CostModel, limits: Limits, choice: Choice) -> Candidate | N
     return Candidate(choice=choice, prediction=model.predict(choice))
 
 
-def _simulated(model: CostModel, fitting: Sequence[Candidate]) -> list[Candidate]:
+def _simulated(model: CostModel, fitting: Sequence[Candidate], partition: str) -> list[Candidate]:
     """Simulate the best and rank them again."""
     # The best of each kind of layout first: closed form and simulation differ more between kinds than within one.
     first: dict[tuple[object, ...], Candidate] = {}
@@ -297,9 +300,31 @@ def _simulated(model: CostModel, fitting: Sequence[Candidate]) -> list[Candidate
         actions += 2 * min(m, 8 * one.choice.pp) * one.choice.num_stages
         if done and actions > _ACTIONS:
             break
-        done.append(Candidate(choice=one.choice, prediction=predict_by_simulation(model, one.choice)))
+        choice = one.choice if model.job.profile.uniform or partition != "auto" else _resplit(model, one.choice)
+        done.append(Candidate(choice=choice, prediction=predict_by_simulation(model, choice)))
     # Of several stages per rank the closed form knows the memory on average only.
     return sorted([one for one in done if one.prediction.fits] or done, key=_seconds)
+
+
+def _resplit(model: CostModel, choice: Choice) -> Choice:
+    """Split blocks that are not alike exactly; the search itself takes each for the mean of all."""
+    profile, tp, x = model.job.profile, choice.tp, choice.micro_batch_size
+    places = model.places(choice)
+    clusters = [places[rank].cluster for rank in choice.ranks()]
+    passes = 4 if choice.recompute else 3
+    extra = [0.0] * choice.num_stages
+    extra[-1] = 3 * model.head_seconds(clusters[-1], tp, x)
+    try:
+        layers = self_adapting_partition(
+            [passes * x * block.forward_flops / tp for block in profile.blocks],
+            [model.speeds[cluster] for cluster in clusters],
+            extra=extra,
+            max_blocks=_block_limits(model, choice, clusters),
+        )
+    except ConfigError:  # the limits are those of a mean block
+        return choice
+    exact = replace(choice, layers_per_stage=layers)
+    return exact if model.predict(exact).fits else choice
 
 
 def _orders(count: int, last: int | None = None) -> list[tuple[int, ...]]:

@@ -130,6 +130,17 @@ def test_the_self_adapting_split_is_predicted_faster_than_an_equal_one() -> None
     assert auto.step_seconds < 0.85 * equal.step_seconds
 
 
+def test_blocks_that_are_not_alike_are_weighed() -> None:
+    """A model whose first blocks are dense and heavy: the first stage gets fewer of them."""
+    light = gpt(1024, 12, 16, 1024, vocab_size=64)
+    heavy = replace(light.blocks[0], forward_flops=4 * light.blocks[0].forward_flops)
+    work = job(cluster("a", 4), batch=64, profile=replace(light, blocks=(*[heavy] * 3, *light.blocks[3:])))
+    found = search(work, Limits(pp=4, schedule="1f1b")).best.choice
+    assert found.layers_per_stage[0] < found.layers_per_stage[-1]
+    costs = CostModel(work).stage_costs(found)
+    assert max(costs.forward) < 1.35 * sum(costs.forward) / 4
+
+
 def test_f4_05_and_07_tp_divides_key_value_heads() -> None:
     for heads, kv, sizes, legal in ((16, 2, (8,), {1, 2}), (40, 10, (8,), {1, 2})):
         profile = replace(gpt(), num_heads=heads, num_kv_heads=kv)
