@@ -10,7 +10,7 @@ from holmes_core.plan.hardware import RDMA_LATENCY, ClusterHardware, Hardware, L
 __all__ = ["LOCAL_EFFICIENCY", "RDMA_EFFICIENCY", "SOCKET_EFFICIENCY", "INSIDE_RANK", "Edge", "Network", "Place"]
 
 #: Part of a link's nominal rate that large messages reach. RDMA and NVLink: what nccl-tests show on good days.
-#: Sockets: one TCP connection does not fill a fast port (NVIDIA/nccl issues 209, 278), and a second port is not used.
+#: Sockets: one TCP connection does not fill a fast port (NVIDIA/nccl#278), and a second port is not used.
 RDMA_EFFICIENCY, LOCAL_EFFICIENCY, SOCKET_EFFICIENCY = 0.85, 0.75, 0.6
 _LOCAL_LATENCY = 5e-6
 
