@@ -82,7 +82,7 @@ GPUS: dict[str, Gpu] = {
         _gpu("RTX-4090", 24, 165, 1008, 32),  # NVIDIA Ada whitepaper: fp16 with fp32 accumulation
         _gpu("RTX-3090", 24, 71, 936, 32),  # NVIDIA GA102 whitepaper: fp16 with fp32 accumulation
         _gpu("MI300X", 192, 1307, 5300, 448),  # AMD Instinct MI300X data sheet
-        _gpu("MI250X", 128, 383, 3277, 100),  # AMD Instinct MI250X data sheet, both dies
+        _gpu("MI250X", 64, 191.5, 1638, 50),  # AMD Instinct MI250X data sheet; one of its two dies: a device each
     )
 }
 _SHORT = {"h100": "H100-SXM", "h800": "H800-SXM", "a100": "A100-80GB", "a800": "A800-SXM", "v100": "V100-32GB",
