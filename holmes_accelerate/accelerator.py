@@ -192,6 +192,8 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if isinstance(loader, DataLoaderDispatcher):
             raise refusals.dispatched()
+        if "base_dataloader" not in vars(loader):
+            raise refusals.unknown_loader(loader)
         return share_batches(loader, self._engine_or_none)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -19,6 +19,7 @@ __all__ = [
     "refuse_settings",
     "second_model",
     "uneven_inputs",
+    "unknown_loader",
 ]
 
 _ENGINES = {
@@ -65,7 +66,7 @@ def refuse_settings(accelerator: Any) -> None:
         raise ConfigError(
             seen="mixed_precision fp16",
             where="Accelerator, TrainingArguments or the yaml",
-            means="its scaler looks for overflow on each rank alone, so that some ranks would skip a step and others not",
+            means="its scaler looks for overflow on each rank alone, so some ranks would skip a step and others not",
             do="use bf16",
         )
     if accelerator.fp8_enabled:
@@ -110,6 +111,16 @@ def dispatched() -> HolmesError:
         where="DataLoaderConfiguration",
         means="Accelerate hands a part of each batch to every process; here the ranks of a replica share one batch",
         do="leave dispatch_batches out (or False)",
+    )
+
+
+def unknown_loader(loader: Any) -> HolmesError:
+    """Accelerate's loaders are built in another way than those that were tested."""
+    return HolmesError(
+        seen=f"a prepared loader of type {type(loader).__name__} without base_dataloader",
+        where="accelerator.prepare_data_loader",
+        means="this version of Accelerate iterates in another way; the ranks of a replica could see different batches",
+        do="use an Accelerate from 1.10 on, see constraints.txt for the tested one",
     )
 
 

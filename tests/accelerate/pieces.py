@@ -227,6 +227,22 @@ def plugin(context: Context) -> dict[str, Any]:
     return {"kinds": [type(accelerator).__name__, type(same).__name__], "loss": float(loss)}
 
 
+def clipped_by_torch(context: Context) -> list[str]:
+    """A norm over one rank's part is no norm of the model: the script is told, once it steps."""
+    accelerator, model, optimizer, loader = prepare()
+    found = []
+    for clip in (accelerator.clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+        clip(model.parameters(), 1.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        optimizer.zero_grad()
+        found.append(" ".join(str(w.message) for w in caught))
+    return found
+
+
 def warm_optimizer(context: Context) -> dict[str, Any]:
     """An optimizer that has stepped before it is prepared keeps its state; EMA-like access afterwards."""
     set_seed(7)

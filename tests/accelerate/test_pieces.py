@@ -77,6 +77,12 @@ def test_collectives_over_replicas(farm: Farm) -> None:
         assert "even_batches" in found["uneven"]
 
 
+def test_clipping_past_the_accelerator_is_noticed(farm: Farm) -> None:
+    for right, wrong in on_ranks(farm, "clipped_by_torch"):
+        assert "clip_grad_norm_" not in right
+        assert "Use accelerator.clip_grad_norm_" in wrong
+
+
 def test_batches_are_equal_on_all_ranks_of_a_replica(farm: Farm) -> None:
     ranks = on_ranks(farm, "streams")
     assert ranks[0]["rows"] == ranks[1]["rows"]

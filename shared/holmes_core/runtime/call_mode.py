@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -75,6 +76,7 @@ class CallMode:
         self._rules = {False: engine.loss_rule, True: LossRule("items")}
         self._returns_loss: dict[Any, bool] = {}
         self._pending = False
+        self._versions: dict[nn.Parameter, int] = {}  # of gradients, as the last backward left them
         self._anchor = torch.zeros((), device=engine.device, requires_grad=True)
         self._hooked: set[int] = set()
         self._new: Any = WeakIdKeyDictionary()
@@ -206,11 +208,21 @@ class CallMode:
     def mark_backward(self) -> None:
         """A backward has added to this rank's gradients; they are to be reduced before they are used."""
         self._pending = True
+        params = self.engine.gradients.params.values()
+        self._versions = {p: p.grad._version for p in params if p.grad is not None}
 
     def reduce(self) -> None:
         """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
         if self._pending:
             self._pending = False
+            if any(p.grad is not None and p.grad._version != seen for p, seen in self._versions.items()):
+                warnings.warn(
+                    "Something has changed gradients between backward and the optimizer's step. If it was"
+                    " torch.nn.utils.clip_grad_norm_: it sees this rank's part of the model only, and its norm is not"
+                    " the model's. Use accelerator.clip_grad_norm_ (in a plain loop: run.clip_grad_norm_). Factors that"
+                    " are the same on all ranks do no harm.",
+                    stacklevel=2,
+                )
             with self._guard():
                 self.engine.reduce_gradients()
 
