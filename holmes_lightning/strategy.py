@@ -45,6 +45,8 @@ def make_strategy_class(namespace: str) -> type[Any]:
             schedule: str | None = None,
             virtual_stages: int | None = None,
             layers_per_stage: list[int] | str | None = None,
+            partition: str | None = None,
+            cluster_speeds: dict[str, float] | None = None,
             split_points: list[str] | None = None,
             placement: dict[str, str] | None = None,
             sharding: str | None = None,

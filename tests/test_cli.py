@@ -123,7 +123,7 @@ KNOWN = """
     import os, sys
     {first}
     known = any(type(finder).__name__ == "ImportHook" for finder in sys.meta_path)
-    print("rank", os.environ.get("LOCAL_RANK"), sys.argv[1:], known)
+    os.write(1, f"rank {{os.environ.get('LOCAL_RANK')}} {{sys.argv[1:]}} {{known}}\\n".encode())  # whole lines only
 """
 
 

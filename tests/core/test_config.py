@@ -123,7 +123,7 @@ def test_plain_values_as_parsers_give_them() -> None:
         ("rank_order", [0, 2], "each rank from 0"),
         ("clusters", {"a": 1}, "a list like"),
         ("clusters", [], "a list like"),
-        ("cluster_file", 3, "the path of a yaml file"),
+        ("cluster_file", 3, "the path of a file"),
     ],
 )
 def test_wrong_values_name_field_value_and_remedy(field: str, value: Any, message: str) -> None:
