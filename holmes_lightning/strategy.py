@@ -43,6 +43,7 @@ def make_strategy_class(namespace: str) -> type[Any]:
             num_microbatches: int | None = None,
             micro_batch_size: int | None = None,
             schedule: str | None = None,
+            run_ahead: int | None = None,
             virtual_stages: int | None = None,
             layers_per_stage: list[int] | str | None = None,
             partition: str | None = None,

@@ -79,6 +79,10 @@ class HolmesConfig(Value):
     schedule: str = "1f1b"
     """Pipeline schedule, one of SCHEDULES; torch's class names (``Interleaved1F1B``) are understood, too."""
 
+    run_ahead: int = 0
+    """Micro-batches that 1f1b runs ahead at each pipeline edge between clusters, to hide the slow link's round trip;
+    costs their activations. The numbers stay the same."""
+
     virtual_stages: int | None = None
     """Stages per rank. 1 for 1f1b and gpipe, 2 or more for the interleaved schedules, 2 for zbv and dualpipev."""
 
@@ -138,6 +142,7 @@ class HolmesConfig(Value):
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, at_least=1)
+        _check_int("run_ahead", self.run_ahead, at_least=0)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -350,7 +351,7 @@ class Engine:
                 if run.train:
                     if n not in self._schedules:
                         self._schedules[n] = build_schedule(
-                            self.plan.layout.schedule, self.stages, n, self.stages_of_rank
+                            self.plan.layout.schedule, self.stages, n, self.stages_of_rank, self._ahead()
                         )
                     run_schedule(self._schedules[n])
                 else:
@@ -361,6 +362,15 @@ class Engine:
             self._pass = None
             for stage in self.stages:
                 stage.clear_runtime_states()
+
+    def _ahead(self) -> list[int]:
+        """Per stage, the forwards to run ahead of plain 1F1B: `run_ahead` for each later edge that crosses clusters."""
+        topology = self.plan.topology
+        cluster = [
+            topology.cluster_index(self.plan.rank_of(stage=stage, dp=0, tp=0)) for stage in range(self.num_stages)
+        ]
+        slow = [a != b for a, b in pairwise(cluster)]
+        return [self.config.run_ahead * sum(slow[stage:]) for stage in range(self.num_stages)]
 
     def _forward_only(self, n: int) -> None:
         local = {stage.stage_index: stage for stage in self.stages}

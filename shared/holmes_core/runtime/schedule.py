@@ -9,7 +9,7 @@ no such limit and gives the same numbers.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from holmes_core.runtime.stage import HolmesStage
@@ -36,11 +36,19 @@ SINGLE_STAGE = frozenset({"1f1b", "gpipe"})
 _F, _B = ComputationType.FORWARD, ComputationType.FULL_BACKWARD
 
 
-def one_f_one_b_order(num_stages: int, num_microbatches: int) -> dict[int, list[Action]]:
-    """The order that torch's `Schedule1F1B` executes: warm-up, then one backward per forward, then the rest."""
+def one_f_one_b_order(num_stages: int, num_microbatches: int, ahead: Sequence[int] = ()) -> dict[int, list[Action]]:
+    """The order that torch's `Schedule1F1B` executes: warm-up, then one backward per forward, then the rest.
+
+    Args:
+        num_stages: Stages, one per rank.
+        num_microbatches: Micro-batches of the batch.
+        ahead: Per stage, how many more forwards come before its first backward. A gradient returns over a slow edge
+            only after a round trip; a stage that has run ahead by as many micro-batches as fit into it does not wait.
+            Falls along the pipeline (no stage runs further ahead than the one before). Costs their activations.
+    """
     order: dict[int, list[Action]] = {}
     for stage in range(num_stages):
-        warmup = min(num_microbatches, num_stages - stage)
+        warmup = min(num_microbatches, num_stages - stage + (ahead[stage] if ahead else 0))
         actions = [Action(stage, _F, i) for i in range(warmup)]
         for i in range(num_microbatches):
             actions.append(Action(stage, _B, i))
@@ -89,7 +97,11 @@ def _fits(name: str, num_stages: int, pp: int, num_microbatches: int) -> bool:
 
 
 def build_schedule(
-    name: str, stages: list[HolmesStage], num_microbatches: int, stages_of_rank: Mapping[int, list[int]]
+    name: str,
+    stages: list[HolmesStage],
+    num_microbatches: int,
+    stages_of_rank: Mapping[int, list[int]],
+    ahead: Sequence[int] = (),
 ) -> Any:
     """Build the schedule object for a number of micro-batches.
 
@@ -98,6 +110,7 @@ def build_schedule(
         stages: This rank's stages.
         num_microbatches: Micro-batches of the batch at hand.
         stages_of_rank: Pipeline rank to its stages.
+        ahead: See `one_f_one_b_order`; other schedules have an order of their own.
 
     Returns:
         An object of torch's schedule runtime; `run_schedule` runs it.
@@ -106,7 +119,7 @@ def build_schedule(
     if name == "gpipe" or not _fits(name, num_stages, pp, num_microbatches):
         return _FromOrder(stages, num_microbatches, gpipe_order(stages_of_rank, num_microbatches))
     if name == "1f1b":
-        return _FromOrder(stages, num_microbatches, one_f_one_b_order(num_stages, num_microbatches))
+        return _FromOrder(stages, num_microbatches, one_f_one_b_order(num_stages, num_microbatches, ahead))
     base = get_schedule_class(_TORCH_NAME[name])
     cls = type(base.__name__, (_OurStages, base), {})
     # The loss function only tells torch that there is a backward; the user's step computes the loss.

@@ -28,6 +28,7 @@ def four() -> Iterator[Workers]:
         dict(pp=4, dp=1, layers_per_stage=(1, 1, 2, 1)),
         dict(pp=4, dp=1, num_microbatches=2),  # fewer micro-batches than stages
         dict(pp=1, dp=4),
+        dict(pp=4, dp=1, num_microbatches=5, run_ahead=2, clusters=[{"ranks": [0, 1]}, {"ranks": [2, 3]}]),
     ],
     ids=str,
 )

@@ -55,6 +55,17 @@ def test_1f1b_is_torchs(num_stages: int, extra: int) -> None:
         assert actions(order[stage]) == _executed(Schedule1F1B, stage, num_stages, n)
 
 
+def test_1f1b_that_runs_ahead_of_slow_edges() -> None:
+    n, ahead = 8, [4, 2, 0]
+    order = one_f_one_b_order(3, n, ahead)
+    for stage in range(3):
+        kinds = "".join(kind for _, kind, _ in actions(order[stage]))
+        assert kinds.index("B") == min(n, 3 - stage + ahead[stage])
+        for kind in "FB":
+            assert [i for _, k, i in actions(order[stage]) if k == kind] == list(range(n))
+    assert one_f_one_b_order(3, n, [0, 0, 0]) == one_f_one_b_order(3, n)
+
+
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_gpipe_is_torchs(num_stages: int, n: int) -> None:
