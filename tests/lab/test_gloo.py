@@ -30,7 +30,8 @@ def test_all_reduce_inside_clusters(make_lab: Callable[..., Lab], torchrun: bool
     for result in results:
         assert result["moved"]["eth0"] <= (2_000 if torchrun else 0)  # torchrun's agents keep in touch
         # Each of two ranks sends its half and then the sum of the other: as many bytes as the tensor has.
-        assert 4 * numel <= result["moved"]["rdma0"] < 1.1 * 4 * numel
+        # (The last of them may still be in the shaper when the rank looks.)
+        assert 0.8 * 4 * numel <= result["moved"]["rdma0"] < 1.1 * 4 * numel
     for host, traffic in done.traffic.items():
         assert traffic["rdma0"].tx > 4 * numel, host
         assert traffic["eth0"].tx < 100_000, host  # start-up and barriers
