@@ -39,6 +39,7 @@ __all__ = ["CALL_MODE", "CallMode", "named_parameter_slots", "of_model"]
 #: The attribute of a split module that holds its `CallMode`.
 CALL_MODE = "_holmes_call_mode"
 _ARGS = "*"  # key of positional arguments that have no name
+_OUTPUTS = "fused_lm_head"  # TRL asks with it for log-probabilities of the labels and makes the loss itself
 
 
 def of_model(model: Any) -> CallMode | None:
@@ -127,7 +128,7 @@ class CallMode:
         with self._guard():
             if not (self.engine.root.training and torch.is_grad_enabled()):
                 return self._evaluate(batch)
-            if self._has_loss(batch):
+            if not batch.get(_OUTPUTS) and self._has_loss(batch):
                 return self._train(batch)
             return self._open(batch)
 
