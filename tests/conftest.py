@@ -119,7 +119,8 @@ def run_script(tmp_path: Path) -> Callable[..., Finished]:
 def _run_bounded(command: list[str], *, timeout: float, env: Mapping[str, str | None], cwd: Path) -> Finished:
     mark = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name not in _LAUNCHER}
-    environment.update({"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", _MARK: mark})
+    # Not PYTHONUNBUFFERED: with it print() writes its words one by one, and lines of several processes mix.
+    environment.update({"OMP_NUM_THREADS": "1", _MARK: mark})
     for name, value in env.items():
         environment.pop(name, None)
         if value is not None:

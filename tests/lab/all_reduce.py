@@ -39,7 +39,8 @@ def main(clusters: list[list[int]], numel: int) -> None:
     time.sleep(0.5)
     dist.barrier()
     moved = {name: after[name] - before[name] for name in ("rdma0", "eth0")}
-    print(json.dumps({"rank": rank, "sum": tensor[0].item(), "moved": moved}), flush=True)
+    line = json.dumps({"rank": rank, "sum": tensor[0].item(), "moved": moved})
+    print(line + "\n", end="", flush=True)  # one write: ranks share the stream
     dist.destroy_process_group()
 
 

@@ -454,7 +454,7 @@ def bad(
     try:
         trainer.fit(model, loader, loader)
     finally:
-        print("process group:", torch.distributed.is_initialized(), flush=True)
+        print(f"process group: {torch.distributed.is_initialized()}\n", end="", flush=True)
         print(f"left at {time.time():.3f}", flush=True)
-    print("done on", trainer.global_rank, "of", trainer.world_size, flush=True)
+    print(f"done on {trainer.global_rank} of {trainer.world_size}\n", end="", flush=True)
     return {"loss": float(trainer.callback_metrics["train_loss"]), "rank": trainer.global_rank}
