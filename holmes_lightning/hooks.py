@@ -291,7 +291,11 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
 
         with self._named_failures():
             output = self._steps.train(
-                step, batch, accumulate=accumulate, scale=scaler.get_scale() if scaler is not None else 1.0
+                step,
+                batch,
+                accumulate=accumulate,
+                scale=scaler.get_scale() if scaler is not None else 1.0,
+                completes=not self._block_sync,
             )
         self._stash = [(p, p.grad) for p in engine.gradients.params.values() if p.grad is not None]
         for param, _ in self._stash:

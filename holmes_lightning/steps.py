@@ -36,8 +36,8 @@ class StepRunner:
         """Return the first stage's batch on every rank of the replica."""
         return share(batch, source=self._engine.first_rank, group=self._replica)
 
-    def train(self, step: Callable[[Any], Any], batch: Any, *, accumulate: int, scale: float) -> Any:
-        """Train on one batch; returns on every rank what the step would return in one process."""
+    def train(self, step: Callable[[Any], Any], batch: Any, *, accumulate: int, scale: float, completes: bool) -> Any:
+        """Train on one batch (see `Engine.train`); returns on every rank what the step would return in one process."""
         record = StepRecord(self._metric_path)
 
         engine = self._engine
@@ -51,7 +51,7 @@ class StepRunner:
                     watch.cut()
 
         with self._recorded(record) as watch:
-            result = engine.train(run, batch, accumulate=accumulate, scale=scale)
+            result = engine.train(run, batch, accumulate=accumulate, scale=scale, completes=completes)
         told = None
         if engine.holds_last:
             assert result.loss is not None

@@ -46,7 +46,7 @@ _CHOICES = {
 }
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages")
-_FLAGS = ("check_loss", "dynamic_shapes", "last_stage_on_rank_zero", "print_plan")
+_FLAGS = ("check_loss", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan")
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
 
 
@@ -82,6 +82,9 @@ class HolmesConfig(Value):
     run_ahead: int = 0
     """Micro-batches that 1f1b runs ahead at each pipeline edge between clusters, to hide the slow link's round trip;
     costs their activations. The numbers stay the same."""
+
+    overlap: bool = True
+    """Whether gradients are summed over replicas while the last backward of a step still runs."""
 
     virtual_stages: int | None = None
     """Stages per rank. 1 for 1f1b and gpipe, 2 or more for the interleaved schedules, 2 for zbv and dualpipev."""

@@ -106,7 +106,8 @@ def _train(case: Case, engine: Any) -> dict[str, Any]:
             batch = batch_of(case, step=number, micro=micro, dp=place.dp)
             # The check of the first batches runs at most two micro-batches and both together, forward only.
             checks = 0 if engine.loss_rule.settled else 3 * len(engine.stages)
-            result = engine.train(step, batch, accumulate=case.accumulate)
+            last = micro == case.accumulate - 1
+            result = engine.train(step, batch, accumulate=case.accumulate, completes=last)
             losses.append(None if result.loss is None else float(result.loss))
             expected = torch_order(case.schedule, engine, result.num_microbatches)
             executed, extra = trace[-len(expected) :], trace[: -len(expected)]

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum gradients over replicas once per optimizer step, and share the optimizer's work among them.
 
-Each parameter is owned by one rank of the data-parallel group. Gradients are summed to their owner, in one flat
-buffer per owner; only the owner keeps a gradient, so only there does the optimizer step and hold state (ZeRO stage 1,
-Rajbhandari et al. 2020, section 5.1). Whole parameters are owned, not slices: any torch optimizer works unchanged,
-those that look at a whole matrix included. Afterwards owners broadcast the new values.
+Each parameter is owned by one rank of the data-parallel group. Gradients are summed to their owner; only the owner
+keeps a gradient, so only there does the optimizer step and hold state (ZeRO stage 1, Rajbhandari et al. 2020, section
+5.1). Whole parameters are owned, not slices: any torch optimizer works unchanged, those that look at a whole matrix
+included. Afterwards owners broadcast the new values.
+
+Gradients travel in buckets of neighbouring parameters, in the order in which a backward pass completes them, and each
+bucket leaves as soon as the last backward of the step has completed it (as in DistributedDataParallel, Li et al. 2020,
+section 3.2.3). All ranks launch the same buckets in the same order, whatever each of them computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,15 +93,43 @@ def sum_over(
         _unflatten_into(flat, [p.grad for p in same if p.grad is not None])
 
 
+#: A bucket is complete at this size; smaller for small models, so that there are about 8 of them.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Bucket:
+    """Parameters whose gradients travel together: for each target rank (None: all) those it gets, of one dtype."""
+
+    parts: dict[int | None, list[nn.Parameter]]
+    missing: set[nn.Parameter] = field(default_factory=set)  # not complete yet in this step
+    works: list[Any] = field(default_factory=list)
+    sums: dict[int | None, list[Tensor]] = field(default_factory=dict)  # target: the buffers that add up to its sum
+
+
+def _make_buckets(params: Sequence[nn.Parameter], target: Callable[[nn.Parameter], int | None]) -> list[_Bucket]:
+    total = sum(p.numel() * p.element_size() for p in params)
+    limit = min(BUCKET_BYTES, max(total // 8, 2**20))
+    buckets: list[_Bucket] = []
+    size, dtype = limit, None
+    for param in reversed(params):  # a backward pass completes the last first
+        if size >= limit or param.dtype != dtype:
+            buckets.append(_Bucket(parts={}))
+            size, dtype = 0, param.dtype
+        buckets[-1].parts.setdefault(target(param), []).append(param)
+        size += param.numel() * param.element_size()
+    return buckets
+
+
 class DataParallel:
     """Gradient reduction and shared optimizer work of one data-parallel group.
 
     Args:
         params: The trainable parameters of this rank, in an order that all ranks of the group share.
-        group: The group.
-        control: The same ranks on a CPU backend, for flags.
         owner: The rank of the group that steps each parameter; None: every rank keeps all gradients and state.
+        group: The group.
         count: Told what is sent.
+        overlap: Whether buckets may leave while the last backward still runs (see `expect`).
     """
 
     def __init__(
@@ -105,48 +138,119 @@ class DataParallel:
         *,
         owner: Mapping[nn.Parameter, int] | None,
         group: dist.ProcessGroup,
-        control: dist.ProcessGroup,
         count: Count,
+        overlap: bool = True,
     ) -> None:
         self._params = list(params)
         self._count = count
-        self._group, self._control = group, control
+        self._group = group
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.shard_optimizer = owner is not None
         self.owner: Mapping[nn.Parameter, int] = owner or {}
+        self._buckets = _make_buckets(self._params, self.owner.get) if self.size > 1 else []
+        self._bucket_of = {p: b for b in self._buckets for part in b.parts.values() for p in part}
+        self._launched = 0
+        self._expecting: Mapping[nn.Parameter, int] | None = None
+        self._completing: int | None = None
+        if overlap:
+            for param in self._bucket_of:
+                param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank steps the parameter and answers for it (rank 0 does where nothing is sharded)."""
         return self.owner.get(param, 0) == self.rank
 
-    def reduce_gradients(self) -> None:
-        """Sum gradients over the group; with a sharded optimizer only owners keep them."""
-        if self.size == 1:
+    # ---- while the last backward runs ----------------------------------------------------------------------------
+    def expect(self, stage_of: Mapping[nn.Parameter, int]) -> None:
+        """The backward passes that follow complete the step's gradients: buckets may leave as they fill.
+
+        Args:
+            stage_of: The one local stage that computes a parameter's gradient. Parameters that are not in it (several
+                stages of this rank use them) wait for `reduce_gradients`.
+        """
+        self._expecting = stage_of
+        for bucket in self._buckets:
+            bucket.missing = {p for part in bucket.parts.values() for p in part}
+
+    def completing(self, stage: int | None) -> None:
+        """The backward of a stage's last micro-batch begins (None: it has ended)."""
+        if self._expecting is None:
             return
-        used = _presence(self._params, self._control)
-        works: list[tuple[Any, Tensor, list[nn.Parameter], int | None]] = []
-        for param, is_used in zip(self._params, used, strict=True):
-            if is_used and param.grad is None:
-                param.grad = torch.zeros_like(param)
-        live = [p for p, is_used in zip(self._params, used, strict=True) if is_used]
-        targets: list[int | None] = list(range(self.size)) if self.shard_optimizer else [None]
-        for target in targets:
-            mine = [p for p in live if target is None or self.owner[p] == target]
-            for same in _by_dtype(mine):
-                flat = _flatten([p.grad for p in same if p.grad is not None])
+        done, self._completing = self._completing, stage
+        if done is not None and stage is None:  # gradients no hook told of: unused parameters, zero-bubble schedules
+            for param, at in self._expecting.items():
+                if at == done and param in self._bucket_of:
+                    self._bucket_of[param].missing.discard(param)
+            self._launch_complete()
+
+    def _accumulated(self, param: nn.Parameter) -> None:
+        if self._completing is None or self._expecting is None:
+            return
+        if self._expecting.get(param) == self._completing:
+            self._bucket_of[param].missing.discard(param)
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
+            self._launch(self._buckets[self._launched])
+            self._launched += 1
+
+    def reduce_gradients(self) -> None:
+        """Sum gradients over the group; with a sharded optimizer only owners keep them. Collective."""
+        for bucket in self._buckets[self._launched :]:
+            self._launch(bucket)
+        self._launched, self._expecting, self._completing = 0, None, None
+        for bucket in self._buckets:
+            self._finish(bucket)
+
+    # ---- one bucket ----------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        gloo = dist.get_backend(self._group) == "gloo"
+        for target in sorted(bucket.parts, key=lambda t: -1 if t is None else (t - self.rank) % self.size):
+            params = bucket.parts[target]
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+            # Experts may be idle on some ranks; a parameter that is unused on all of them must keep no gradient.
+            used = torch.tensor([p.grad is not None for p in params]).to(grads[0], non_blocking=True)
+            flat = _flatten([*grads, used])
+            bucket.sums[target] = [flat]
+            if target is None:
                 self._count(self._group, flat)
-                if target is None:
-                    work = dist.all_reduce(flat, group=self._group, async_op=True)
-                else:
-                    work = dist.reduce(flat, group=self._group, group_dst=target, async_op=True)
-                works.append((work, flat, same, target))
-        for work, flat, same, target in works:
+                bucket.works.append(dist.all_reduce(flat, group=self._group, async_op=True))
+            elif not gloo:
+                self._count(self._group, flat)
+                bucket.works.append(dist.reduce(flat, group=self._group, group_dst=target, async_op=True))
+            elif target != self.rank:
+                self._count(self._group, flat)
+                bucket.works.append(dist.isend(flat, group=self._group, group_dst=target))
+            else:  # gloo's reduce moves the data twice and takes twice the CPU time (it is a ring for any root)
+                buffers = [flat if r == self.rank else torch.empty_like(flat) for r in range(self.size)]
+                bucket.sums[target] = buffers
+                bucket.works += [
+                    dist.irecv(buffer, group=self._group, group_src=r)
+                    for r, buffer in enumerate(buffers)
+                    if r != self.rank
+                ]
+
+    @torch.no_grad()
+    def _finish(self, bucket: _Bucket) -> None:
+        for work in bucket.works:
             work.wait()
-            if target is None or target == self.rank:
-                _unflatten_into(flat, [p.grad for p in same if p.grad is not None])
-            else:
-                for param in same:
+        for target, params in bucket.parts.items():
+            if target is not None and target != self.rank:
+                for param in params:
                     param.grad = None
+                continue
+            total, *others = bucket.sums[target]
+            for other in others:  # in rank order: the sum does not depend on who owns the parameter
+                total.add_(other)
+            offset, used = 0, total[-len(params) :].tolist()
+            for param, count in zip(params, used, strict=True):
+                part = total[offset : offset + param.numel()].view_as(param)
+                offset += param.numel()
+                param.grad = part if count else None
+        bucket.works.clear()
+        bucket.sums.clear()
 
     def broadcast_parameters(self) -> None:
         """Hand the values that owners stepped to the other ranks."""

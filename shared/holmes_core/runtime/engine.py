@@ -15,6 +15,7 @@ It knows neither Lightning nor Accelerate; both drive it the same way:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -130,6 +131,7 @@ class Engine:
         #: does), instead of being a part of one loss over all replicas.
         self.loss_per_replica = False
         self._schedules: dict[int, Any] = {}
+        self._stage_of: dict[nn.Parameter, int] = {}
         self._pass: _Pass | None = None
         self._passes = 0
 
@@ -177,6 +179,7 @@ class Engine:
             place=self.place,
             groups=self.groups,
             shard_optimizer=self.config.sharding != "none",
+            overlap=self.config.overlap,
         )
         in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter
         for index, block in enumerate(self.chain.blocks):
@@ -184,6 +187,9 @@ class Engine:
             for param in block.parameters():
                 in_block.setdefault(id(param), set()).add(stage)
         self.stages = [self._make_stage(self.windows[s], in_block) for s in self.local_stages]
+        held = [(param, stage.stage_index) for stage in self.stages for param in stage.body.parameters()]
+        several = Counter(param for param, _ in held)
+        self._stage_of = {param: stage for param, stage in held if several[param] == 1}
 
     def local_names(self) -> dict[str, bool]:
         """Whether this rank holds a parameter, by every name."""
@@ -227,6 +233,7 @@ class Engine:
             **made,
         )
         stage.on_backward = self._backward_context
+        stage.completing = self.gradients.data_parallel.completing
         return stage
 
     def _backward_context(self) -> Any:
@@ -244,7 +251,9 @@ class Engine:
             return [batch]
         return [microbatch.slice_batch(batch, rows, size) for rows in microbatch.split_sizes(size, n)]
 
-    def train(self, step: Step, batch: Any, *, accumulate: int = 1, scale: float = 1.0) -> TrainResult:
+    def train(
+        self, step: Step, batch: Any, *, accumulate: int = 1, scale: float = 1.0, completes: bool = False
+    ) -> TrainResult:
         """Run forward and backward of one batch; gradients are added to ``param.grad``, not yet reduced.
 
         Args:
@@ -252,6 +261,8 @@ class Engine:
             batch: This replica's batch, the same on all its ranks.
             accumulate: Batches per optimizer step; each counts 1/accumulate, as in the host's own loop.
             scale: Factor on the loss for half-precision training.
+            completes: Whether this batch completes the gradients of an optimizer step: `reduce_gradients` comes next,
+                and nobody changes gradients before; summing them over replicas then begins during the backward.
 
         Returns:
             The `TrainResult`.
@@ -273,6 +284,8 @@ class Engine:
             factors=[w / accumulate * scale for w in weights],
             seeds=(self.seed, 1, self.batches_seen, self.place.dp),
         )
+        if completes:
+            self.gradients.data_parallel.expect(self._stage_of)
         self._run_pass(run)
         self.batches_seen += 1
         result = TrainResult(num_microbatches=len(batches))

@@ -32,6 +32,7 @@ class Gradients:
         place: This rank's place in it.
         groups: The process groups.
         shard_optimizer: Whether each parameter is stepped by one replica only.
+        overlap: Whether gradients may be summed while the step's last backward still runs.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Gradients:
         place: Coordinates,
         groups: ProcessGroups,
         shard_optimizer: bool,
+        overlap: bool = True,
     ) -> None:
         self._place, self._groups = place, groups
         shared = [e for e in entries if len(e.owners) > 1]
@@ -65,8 +67,8 @@ class Gradients:
             list(self.params.values()),
             owner=owner if shard_optimizer else None,
             group=groups.dp,
-            control=groups.dp_control,
             count=groups.traffic.add,
+            overlap=overlap,
         )
         self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[nn.Parameter]]] = []
         self._not_counted: set[nn.Parameter] = set()

@@ -104,6 +104,8 @@ class HolmesStage(PipelineStage):
         self.backward_in, self.backward_out = backward_in, backward_out
         self.dynamic_shapes = dynamic_shapes
         self.on_backward: Callable[[], Any] | None = None
+        #: Told this stage's index when its last backward begins, and None when its gradients are complete.
+        self.completing: Callable[[int | None], None] = lambda stage: None
         self.trace: list[tuple[int, str, int]] | None = None
         self._keys: list[Any] = []
         self._in_known: dict[Any, Boundary] = {}
@@ -256,6 +258,13 @@ class HolmesStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
         """Compute the gradients of one micro-batch, or those of its input only (zero-bubble schedules)."""
+        if last_backward:
+            self.completing(self.stage_index)
+        self._backward(bwd_chunk_id, full_backward)
+        if last_backward:
+            self.completing(None)
+
+    def _backward(self, bwd_chunk_id: int, full_backward: bool) -> None:
         output, received = self._outputs.pop(bwd_chunk_id)
         if self.trace is not None:
             self.trace.append((self.stage_index, "B" if full_backward else "I", bwd_chunk_id))
@@ -292,6 +301,9 @@ class HolmesStage(PipelineStage):
         elif kind == "weight":
             with self._recompute():
                 stage_backward_weight(self.body.parameters(), work)
+        if last_backward:
+            self.completing(self.stage_index)
+            self.completing(None)
 
     def _recompute(self) -> Any:
         assert self.on_backward is not None
