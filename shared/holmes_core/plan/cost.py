@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from holmes_core.cluster.value import Value
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds, rank_of_stage
-from holmes_core.plan.hardware import Hardware
+from holmes_core.plan.hardware import Hardware, Measured
 from holmes_core.plan.profile import ModelProfile
 
 __all__ = ["PRECISIONS", "Choice", "CostModel", "Job", "Prediction", "StageCosts"]
@@ -50,6 +50,10 @@ class Job(Value):
         precision: A key of PRECISIONS.
         efficiency: Part of the peak that compute reaches, where no speed was measured.
         overlap: Part of the gradient traffic that is hidden behind compute, 0 to 1.
+        replica_batch: Samples of one replica's batch, where the data loader decides that; `batch` is then not looked
+            at, and the layout that trains most samples per second is the fastest. 0: `batch` decides.
+        runtime_bytes: What every rank occupies besides the model.
+        trainable: Part of the parameters that is trained, 0 to 1; the others have no gradient and no state.
     """
 
     profile: ModelProfile
@@ -58,6 +62,13 @@ class Job(Value):
     precision: str = "bf16-mixed"
     efficiency: float = COMPUTE_EFFICIENCY
     overlap: float = 0.0
+    replica_batch: int = 0
+    runtime_bytes: int = RUNTIME_BYTES
+    trainable: float = 1.0
+
+    def samples(self, dp: int) -> int:
+        """Return the samples of one replica's batch."""
+        return self.replica_batch or self.batch // dp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,15 +234,15 @@ class CostModel:
         profile = job.profile
         clusters = job.hardware.clusters
         self.speeds = [(c.speed or c.gpu.tflops * job.efficiency) * 1e12 for c in clusters]
-        self._limits = [int(c.gpu.memory * 2**30 * USABLE_MEMORY) for c in clusters]
+        self._limits = [c.usable or int(c.gpu.memory * 2**30 * USABLE_MEMORY) for c in clusters]
         self._peak = sum(c.ranks * c.gpu.tflops * 1e12 for c in clusters)
         self.flops = [0.0, *accumulate(block.forward_flops for block in profile.blocks)]
         self.parameters = [0, *accumulate(block.parameters for block in profile.blocks)]
         self.kept = [0, *accumulate(block.activation_bytes for block in profile.blocks)]
         self.whole = [0, *accumulate(block.whole_bytes for block in profile.blocks)]
         weights, grads, states, casts = PRECISIONS[job.precision]
-        self.per_parameter, self.states = weights + grads + casts, states
-        self.grad_bytes, self._weight_bytes = grads, weights
+        self.per_parameter, self.states = weights + grads * job.trainable + casts, states * job.trainable
+        self.grad_bytes, self._weight_bytes = grads * job.trainable, weights
         self._largest_block = max(block.activation_bytes for block in profile.blocks)
 
     def places(self, choice: Choice) -> list[Place]:
@@ -241,35 +252,55 @@ class CostModel:
             found.extend(self.network.places(cluster, choice.width)[:count])
         return found
 
-    def block_seconds(self, cluster: int, tp: int, samples: int, flops: float) -> float:
-        """Seconds of one block's forward pass on a micro-batch."""
-        seconds = samples * flops / (tp * self.speeds[cluster]) + BLOCK_SECONDS
-        if tp > 1:  # one all-reduce after attention, one after the feed-forward layer
+    def block_seconds(self, place: Place, tp: int, samples: int, flops: float) -> tuple[float, float]:
+        """Seconds of one block's forward and backward pass on a micro-batch."""
+        cluster = place.cluster
+        measured = self.job.hardware.clusters[cluster].measured
+        if measured is None:
+            forward = samples * flops / (tp * self.speeds[cluster]) + BLOCK_SECONDS
+            backward = 2 * forward
+        else:
+            slow = self._slow(place, measured)
+            part = samples * flops / (tp * measured.block_flops)
+            forward = slow * (part * measured.forward + measured.forward_fixed)
+            backward = slow * (part * measured.backward + measured.backward_fixed)
+        if tp > 1:  # one all-reduce after attention, one after the feed-forward layer; as many in the backward pass
             moved = 2 * (tp - 1) / tp * samples * self.job.profile.reduced_bytes
-            seconds += 2 * (moved / self.network.local_bandwidth(cluster) + _TP_LATENCY)
-        return seconds
+            summing = 2 * (moved / self.network.local_bandwidth(cluster) + _TP_LATENCY)
+            forward, backward = forward + summing, backward + (2 if measured is None else 1) * summing
+        return forward, backward
 
-    def head_seconds(self, cluster: int, tp: int, samples: int) -> float:
-        """Seconds of the head's forward pass on a micro-batch."""
-        return samples * self.job.profile.head_forward_flops / (tp * self.speeds[cluster])
+    def head_seconds(self, place: Place, tp: int, samples: int) -> tuple[float, float]:
+        """Seconds of the head's forward and backward pass on a micro-batch."""
+        measured = self.job.hardware.clusters[place.cluster].measured
+        if measured is not None:
+            part = self._slow(place, measured) * samples / tp
+            return part * measured.head_forward, part * measured.head_backward
+        forward = samples * self.job.profile.head_forward_flops / (tp * self.speeds[place.cluster])
+        return forward, 2 * forward
+
+    @staticmethod
+    def _slow(place: Place, measured: Measured) -> float:
+        """How many times as long a stage takes as the usual host: as the slowest of its hosts."""
+        factors = measured.host_factors[place.first_host : place.last_host + 1]
+        return max(factors) if factors else 1.0
 
     def stage_costs(self, choice: Choice) -> StageCosts:
         """Work out what each stage and each edge of a choice costs."""
         job, profile, tp, dp, x = self.job, self.job.profile, choice.tp, choice.dp, choice.micro_batch_size
         places, pp, width = self.places(choice), choice.pp, choice.width
         num_stages, rank_of = choice.num_stages, choice.ranks()
-        passes = 3.0 if choice.recompute else 2.0  # of the forward pass's time, in the backward pass
         forward, backward, kept = [], [], []
         parameters = [0.0] * pp
         at = 0
         for stage, count in enumerate(choice.layers_per_stage):
             place, stop = places[rank_of[stage]], at + count
             flops = self.flops[stop] - self.flops[at]
-            seconds = count * self.block_seconds(place.cluster, tp, x, flops / max(count, 1))
+            there, back = self.block_seconds(place, tp, x, flops / max(count, 1))
             parameters[rank_of[stage]] += (self.parameters[stop] - self.parameters[at]) / tp
-            head = self.head_seconds(place.cluster, tp, x) if stage == num_stages - 1 else 0.0
-            forward.append(seconds + head)
-            backward.append(passes * seconds + 2 * head)
+            head = self.head_seconds(place, tp, x) if stage == num_stages - 1 else (0.0, 0.0)
+            forward.append(count * there + head[0])
+            backward.append(count * (back + (there if choice.recompute else 0.0)) + head[1])
             kept.append(x * (count * profile.boundary_bytes if choice.recompute else self._kept(at, stop, tp)))
             at = stop
         parameters[0] += profile.embedding_parameters / tp
@@ -289,16 +320,18 @@ class CostModel:
             gradient_seconds=tuple(seconds for seconds, _ in gradient),
             gradient_bytes=tuple(moved for _, moved in gradient),
             optimizer_seconds=tuple(
-                n * touched / (clusters[place.cluster].gpu.bandwidth * 1e9 * 0.7)
+                n * job.trainable * (measured.optimizer / dp)
+                if (measured := clusters[place.cluster].measured) and measured.optimizer
+                else n * touched / (clusters[place.cluster].gpu.bandwidth * 1e9 * 0.7)
                 for n, place in zip(parameters, places, strict=True)
             ),
             tied_seconds=self._tied(places, rank_of[-1], width, tp),
-            static_bytes=tuple(int(n * (self.per_parameter + self.states / dp)) + RUNTIME_BYTES for n in parameters),
+            static_bytes=tuple(int(n * (self.per_parameter + self.states / dp)) + job.runtime_bytes for n in parameters),
             activation_bytes=tuple(kept),
             transient_bytes=tuple(transient),
             reduce_bytes=tuple(int(n * self.grad_bytes) if dp > 1 else 0 for n in parameters),
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
-            num_microbatches=max(1, -(-(job.batch // dp) // x)),
+            num_microbatches=max(1, -(-job.samples(dp) // x)),
         )
 
     def predict(self, choice: Choice) -> Prediction:
@@ -344,14 +377,15 @@ class CostModel:
                 label = f"inside {self.job.hardware.clusters[place.cluster].name} (gradients, parameters)"
                 links[label] = links.get(label, 0) + int(moved)
         profile = self.job.profile
+        batch = self.job.samples(choice.dp) * choice.dp if self.job.replica_batch else self.job.batch
         return Prediction(
             step_seconds=step,
             pipeline_seconds=pipeline,
             gradient_seconds=gradient,
             optimizer_seconds=max(costs.optimizer_seconds),
             bubble=1 - m * sum(per_rank) / (pp * pipeline),
-            tokens_per_second=self.job.batch * profile.seq / step,
-            mfu=self.job.batch * profile.flops / step / self._peak,
+            tokens_per_second=batch * profile.seq / step,
+            mfu=batch * profile.flops / step / self._peak,
             memory_bytes=memory,
             limit_bytes=costs.limit_bytes,
             slowest_stage=per_rank.index(max(per_rank)),

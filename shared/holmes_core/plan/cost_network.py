@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holmes_core.plan.hardware import RDMA_LATENCY, ClusterHardware, Hardware, Link
+from holmes_core.plan.hardware import RDMA_LATENCY, SOCKET_LATENCY, ClusterHardware, Hardware, Link
 
 __all__ = ["LOCAL_EFFICIENCY", "RDMA_EFFICIENCY", "SOCKET_EFFICIENCY", "INSIDE_RANK", "Edge", "Network", "Place"]
 
@@ -92,10 +92,11 @@ class Network:
         lanes = max(a.per_host, b.per_host)
         if a.cluster == b.cluster:
             if a.first_host == b.last_host == a.last_host == b.first_host:
+                local = one.measured.local if one.measured else None
                 return Edge(
                     kind="host",
-                    bandwidth=one.gpu.link * 1e9 * LOCAL_EFFICIENCY,
-                    latency=_LOCAL_LATENCY,
+                    bandwidth=self.local_bandwidth(a.cluster),
+                    latency=local.latency if local else _LOCAL_LATENCY,
                     label=f"inside hosts of {one.name}",
                     source="",
                     target="",
@@ -125,18 +126,25 @@ class Network:
         cluster = self._clusters[place.cluster]
         if place.first_host == place.last_host or dp == 1:
             return 0.0
+        if cluster.measured and cluster.measured.fabric and cluster.measured.fabric.rate:
+            return cluster.measured.fabric.rate / 8 * 1e9
         if cluster.rdma:
             return cluster.nics * cluster.nic_rate / 8 * 1e9 * RDMA_EFFICIENCY
         return cluster.ethernet_rate / 8 * 1e9 * SOCKET_EFFICIENCY
 
     def local_bandwidth(self, cluster: int) -> float:
         """Return bytes per second from one GPU to another of its host."""
+        measured = self._clusters[cluster].measured
+        if measured and measured.local and measured.local.rate:
+            return measured.local.rate / 8 * 1e9
         return self._clusters[cluster].gpu.link * 1e9 * LOCAL_EFFICIENCY
 
     @staticmethod
     def _fabric(cluster: ClusterHardware, lanes: int) -> tuple[float, float]:
+        if cluster.measured and cluster.measured.fabric and cluster.measured.fabric.rate:
+            return cluster.measured.fabric.rate / 8 * 1e9 / lanes, cluster.measured.fabric.latency
         if not cluster.rdma:
-            return cluster.ethernet_rate / 8 * 1e9 * SOCKET_EFFICIENCY / lanes, Link(between=()).latency
+            return cluster.ethernet_rate / 8 * 1e9 * SOCKET_EFFICIENCY / lanes, SOCKET_LATENCY
         # A rank sends through one port; ranks of a host share its ports.
         rate = min(cluster.nic_rate, cluster.nics * cluster.nic_rate / lanes)
         return rate / 8 * 1e9 * RDMA_EFFICIENCY, RDMA_LATENCY

@@ -23,6 +23,7 @@ __all__ = [
     "Gpu",
     "Hardware",
     "Link",
+    "Measured",
     "find_gpu",
     "load_hardware",
     "nic_gbits",
@@ -101,6 +102,54 @@ _EXAMPLE = "{name: a, kind: infiniband, hosts: ['a[1-4]'], gpu: A100-80GB, gpus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link(Value):
+    """What is declared or measured of the way between two clusters, or between hosts or ranks of one.
+
+    Args:
+        between: The clusters' names; empty inside a cluster.
+        rate: Gbit/s that one host was measured to send to another; None: the usual part of the slower Ethernet port.
+        total: Gbit/s of all traffic between the two together, as measured; None: not limited.
+        latency: Seconds.
+    """
+
+    between: tuple[str, ...] = ()
+    rate: float | None = None
+    total: float | None = None
+    latency: float = SOCKET_LATENCY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured(Value):
+    """What one accelerator of a cluster was measured to take for the model's own block.
+
+    Args:
+        block_flops: Of the measured block's forward pass, one sample; blocks of other sizes take in proportion.
+        forward: Seconds of its forward pass for each sample.
+        backward: The same of its backward pass.
+        forward_fixed: Seconds of a forward pass besides, however small the micro-batch.
+        backward_fixed: The same of a backward pass.
+        head_forward: Seconds per sample of embedding, head and loss.
+        head_backward: The same of their backward pass.
+        optimizer: Seconds of an optimizer step per parameter; 0: worked out from the memory's bandwidth.
+        host_factors: How many times as long each host takes; empty: all alike.
+        local: Between two ranks of a host; None: the GPU's link.
+        fabric: Between two hosts of the cluster; None: the ports' rates.
+    """
+
+    block_flops: float
+    forward: float
+    backward: float
+    forward_fixed: float = 0.0
+    backward_fixed: float = 0.0
+    head_forward: float = 0.0
+    head_backward: float = 0.0
+    optimizer: float = 0.0
+    host_factors: tuple[float, ...] = ()
+    local: Link | None = None
+    fabric: Link | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterHardware(Value):
     """What the hosts of one cluster have.
 
@@ -113,6 +162,8 @@ class ClusterHardware(Value):
         nics: RDMA ports of a host that carry training traffic.
         nic_rate: Gbit/s of one of them.
         ethernet_rate: Gbit/s of the one Ethernet port that carries traffic to other clusters.
+        measured: What the model's own block takes here, instead of peak, efficiency and the ports' rates.
+        usable: Bytes that one rank may use; None: a usual part of the GPU's memory.
     """
 
     name: str
@@ -123,6 +174,8 @@ class ClusterHardware(Value):
     nics: int = 1
     nic_rate: float
     ethernet_rate: float
+    measured: Measured | None = None
+    usable: int | None = None
 
     @property
     def ranks(self) -> int:
@@ -133,23 +186,6 @@ class ClusterHardware(Value):
     def rdma(self) -> bool:
         """Whether its hosts reach each other by RDMA."""
         return self.kind in RDMA_KINDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Link(Value):
-    """What is declared of the way between two clusters.
-
-    Args:
-        between: Their names.
-        rate: Gbit/s that one host was measured to send to another; None: the usual part of the slower Ethernet port.
-        total: Gbit/s of all traffic between the two together, as measured; None: not limited.
-        latency: Seconds.
-    """
-
-    between: tuple[str, ...]
-    rate: float | None = None
-    total: float | None = None
-    latency: float = SOCKET_LATENCY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

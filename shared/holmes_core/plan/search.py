@@ -15,9 +15,12 @@ from itertools import permutations
 from holmes_core.cluster.value import Value
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
+from holmes_core.plan.cost_network import Place
 from holmes_core.plan.cost_schedule import in_flight
+from holmes_core.plan.layout import Layout, default_num_microbatches
 from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition, self_adapting_partition
 from holmes_core.plan.simulate import predict_by_simulation
+from holmes_core.plan.simulate_orders import SIMULATED
 
 __all__ = ["Candidate", "Limits", "SearchResult", "candidates", "search", "split_blocks", "why_slower"]
 
@@ -40,6 +43,7 @@ class Limits(Value):
         schedule: Name of the schedule.
         virtual_stages: Stages per rank.
         micro_batch_size: Samples per micro-batch.
+        num_microbatches: Micro-batches per replica's batch; looked at where the data loader decides the batch.
         recompute: Whether blocks are recomputed.
         last: Cluster that comes last in the pipeline, as a position in ``Hardware.clusters``.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
@@ -51,6 +55,7 @@ class Limits(Value):
     schedule: str | None = None
     virtual_stages: int | None = None
     micro_batch_size: int | None = None
+    num_microbatches: int | None = None
     recompute: bool | None = None
     last: int | None = None
     partition: str = "auto"
@@ -174,29 +179,36 @@ def split_blocks(model: CostModel, choice: Choice, partition: str = "auto") -> t
     count = len(profile.blocks)
     if stages > count:
         return None
-    places = model.places(choice)
-    clusters = [places[rank].cluster for rank in choice.ranks()]
     if partition == "equal":
         return equal_partition(count, stages)
+    seconds, extra = _stage_seconds(model, choice)
     if partition == "paper":
-        return paper_partition(count, [model.speeds[cluster] for cluster in clusters])
-    flops = model.flops[-1] / count
-    passes = 4 if choice.recompute else 3
-    x, tp = choice.micro_batch_size, choice.tp
-    seconds = {c: passes * model.block_seconds(c, tp, x, flops) for c in set(clusters)}
-    extra = [0.0] * stages
-    extra[-1] = 3 * model.head_seconds(clusters[-1], tp, x)
-    limits = _block_limits(model, choice, clusters)
-    split = fill_stages(count, [seconds[c] for c in clusters], extra, limits)
+        return paper_partition(count, [1 / value for value in seconds])
+    limits = _block_limits(model, choice)
+    split = fill_stages(count, seconds, extra, limits)
     # Where memory leaves no split, the fastest one shows by how much it misses.
-    return split or fill_stages(count, [seconds[c] for c in clusters], extra, [count] * stages)
+    return split or fill_stages(count, seconds, extra, [count] * stages)
 
 
-def _block_limits(model: CostModel, choice: Choice, clusters: Sequence[int]) -> list[int]:
+def _stage_seconds(model: CostModel, choice: Choice) -> tuple[list[float], list[float]]:
+    """Seconds per micro-batch that a mean block takes on each stage, and what the stage does besides."""
+    places, x, tp = model.places(choice), choice.micro_batch_size, choice.tp
+    flops = model.flops[-1] / len(model.job.profile.blocks)
+    known: dict[Place, float] = {}
+    for place in set(places):
+        forward, backward = model.block_seconds(place, tp, x, flops)
+        known[place] = forward + backward + (forward if choice.recompute else 0.0)
+    owners = [places[rank] for rank in choice.ranks()]
+    extra = [0.0] * choice.num_stages
+    extra[-1] = sum(model.head_seconds(owners[-1], tp, x))
+    return [known[place] for place in owners], extra
+
+
+def _block_limits(model: CostModel, choice: Choice) -> list[int]:
     """Most blocks of each stage that fit its rank's memory."""
     job, profile, v = model.job, model.job.profile, choice.virtual_stages
     count, tp, x = len(profile.blocks), choice.tp, choice.micro_batch_size
-    m = max(1, job.batch // choice.dp // x)
+    m = max(1, job.samples(choice.dp) // x)
     empty = model.stage_costs(replace(choice, layers_per_stage=(0,) * choice.num_stages))
     whole = model.whole[-1]
     kept = profile.boundary_bytes * count if choice.recompute else whole + (model.kept[-1] - whole) / tp
@@ -249,17 +261,45 @@ def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choic
             continue
         for tp in _divisors(math.gcd(heads, width)):
             dp = width // tp
-            if job.batch % dp or limits.tp not in (None, tp) or limits.dp not in (None, dp):
+            if limits.tp not in (None, tp) or limits.dp not in (None, dp):
+                continue
+            plain = Choice(tp=tp, dp=dp, order=order, stages=stages)
+            if job.replica_batch:
+                yield from _as_a_job_runs_it(job, limits, plain)
+                continue
+            if job.batch % dp:
                 continue
             for x in _divisors(job.batch // dp):
                 if x > _LARGEST_MICRO_BATCH or limits.micro_batch_size not in (None, x):
                     continue
                 m = job.batch // dp // x
                 for schedule, v in _schedules(limits, pp, m, len(profile.blocks)):
-                    yield Choice(
-                        tp=tp, dp=dp, order=order, stages=stages, schedule=schedule, virtual_stages=v,
-                        micro_batch_size=x,
-                    )  # fmt: skip
+                    yield replace(plain, schedule=schedule, virtual_stages=v, micro_batch_size=x)
+
+
+def _as_a_job_runs_it(job: Job, limits: Limits, plain: Choice) -> Iterator[Choice]:
+    """A job takes its schedule from the config and cuts each batch by the rule of ``default_num_microbatches``."""
+    layout = Layout(
+        tp=plain.tp,
+        dp=plain.dp,
+        stages_per_cluster=plain.stages,
+        virtual_stages=limits.virtual_stages or 1,
+        num_microbatches=limits.num_microbatches,
+        micro_batch_size=limits.micro_batch_size,
+        schedule=limits.schedule or "1f1b",
+    )
+    if layout.num_stages > len(job.profile.blocks):
+        return
+    try:
+        m = default_num_microbatches(job.replica_batch, layout)
+    except ConfigError:  # too few samples for the schedule
+        return
+    yield replace(
+        plain,
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        micro_batch_size=-(-job.replica_batch // m),
+    )
 
 
 def _schedules(limits: Limits, pp: int, m: int, blocks: int) -> Iterator[tuple[str, int]]:
@@ -296,30 +336,27 @@ def _simulated(model: CostModel, fitting: Sequence[Candidate], partition: str) -
     done: list[Candidate] = []
     actions = 0
     for one in [*leaders, *others][:_SHORTLIST]:
-        m = model.job.batch // one.choice.dp // one.choice.micro_batch_size
+        m = model.job.samples(one.choice.dp) // one.choice.micro_batch_size
         actions += 2 * min(m, 8 * one.choice.pp) * one.choice.num_stages
         if done and actions > _ACTIONS:
             break
         choice = one.choice if model.job.profile.uniform or partition != "auto" else _resplit(model, one.choice)
-        done.append(Candidate(choice=choice, prediction=predict_by_simulation(model, choice)))
+        known = choice.schedule in SIMULATED
+        done.append(Candidate(choice=choice, prediction=predict_by_simulation(model, choice)) if known else one)
     # Of several stages per rank the closed form knows the memory on average only.
     return sorted([one for one in done if one.prediction.fits] or done, key=_seconds)
 
 
 def _resplit(model: CostModel, choice: Choice) -> Choice:
     """Split blocks that are not alike exactly; the search itself takes each for the mean of all."""
-    profile, tp, x = model.job.profile, choice.tp, choice.micro_batch_size
-    places = model.places(choice)
-    clusters = [places[rank].cluster for rank in choice.ranks()]
-    passes = 4 if choice.recompute else 3
-    extra = [0.0] * choice.num_stages
-    extra[-1] = 3 * model.head_seconds(clusters[-1], tp, x)
+    seconds, extra = _stage_seconds(model, choice)
+    mean = model.flops[-1] / len(model.job.profile.blocks)
     try:
         layers = self_adapting_partition(
-            [passes * x * block.forward_flops / tp for block in profile.blocks],
-            [model.speeds[cluster] for cluster in clusters],
+            [block.forward_flops / mean for block in model.job.profile.blocks],
+            [1 / value for value in seconds],
             extra=extra,
-            max_blocks=_block_limits(model, choice, clusters),
+            max_blocks=_block_limits(model, choice),
         )
     except ConfigError:  # the limits are those of a mean block
         return choice
@@ -346,7 +383,8 @@ def _divisors(number: int) -> list[int]:
 
 
 def _seconds(one: Candidate) -> float:
-    return one.prediction.step_seconds
+    """Seconds per token: the order of step times where all steps are equally large."""
+    return 1 / one.prediction.tokens_per_second
 
 
 def _excess(one: Candidate) -> float:

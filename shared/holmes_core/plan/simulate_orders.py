@@ -13,7 +13,10 @@ from typing import NamedTuple
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost_schedule import rank_of_stage
 
-__all__ = ["Action", "make_orders", "read_orders"]
+__all__ = ["SIMULATED", "Action", "make_orders", "read_orders"]
+
+#: Schedules whose action lists are made here.
+SIMULATED = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs")
 
 
 class Action(NamedTuple):
