@@ -71,9 +71,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         self._meeting = meeting
         refusals.refuse_settings(self)
         self.dataloader_config.dispatch_batches = False  # Accelerate would dispatch over processes, not replicas
-        self._failures = FailureLog(
-            rank=meeting.rank, world_size=len(meeting.inventories), place=f"host {host_name()}"
-        )
+        self._failures = FailureLog(rank=meeting.rank, place=f"host {host_name()}", watch=meeting.watch)
         self._failures.listen()
         self._register_checkpoint_hooks()
 

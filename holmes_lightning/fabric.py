@@ -114,8 +114,8 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
                 last_stage_on_rank_zero=config.last_stage_on_rank_zero,
             )
             self._replica = grid.coordinates(self.global_rank).dp
-            join(self._meeting, config=config, device_type=self.root_device.type)
-            self._failures = FailureLog(rank=self.global_rank, world_size=world, place=f"host {host_name()}")
+            self._meeting = join(self._meeting, config=config, device_type=self.root_device.type)
+            self._failures = FailureLog(rank=self.global_rank, place=f"host {host_name()}", watch=self._meeting.watch)
             self._failures.listen()
 
         # ---- set-up ----

@@ -114,7 +114,6 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         self.set_world_ranks()
         # Lightning's launcher does this in the process that starts the others only.
         self._fabric("utilities.distributed")._set_num_threads_if_needed(self.num_processes)
-        world = self.world_size
         set_missing(
             {
                 "MASTER_ADDR": self.cluster_environment.main_address,
@@ -122,12 +121,12 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
             }
         )
         met = self._meeting if dist.is_initialized() else None
-        meeting = met or meet(rank=self.global_rank, world_size=world, timeout=self.config.timeout)
+        meeting = met or meet(rank=self.global_rank, world_size=self.world_size, timeout=self.config.timeout)
         check_degrees(self.config, module, meeting.topology(self.config))
         self._meeting = join(meeting, config=self.config, device_type=self.root_device.type)
         if self._failures is not None:
             self._failures.close()
-        self._failures = FailureLog(rank=self.global_rank, world_size=world, place=f"host {host_name()}")
+        self._failures = FailureLog(rank=self.global_rank, place=f"host {host_name()}", watch=self._meeting.watch)
         self._failures.listen()
         self._seed = share_random_state()
 
@@ -413,5 +412,5 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         self.cluster_environment.teardown()
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
-        if self._failures is not None and not self._failed:
+        if self._failures is not None:
             self._failures.close()

@@ -59,6 +59,7 @@ def make_strategy_class(namespace: str) -> type[Any]:
             rank_order: list[int] | None = None,
             last_stage_on_rank_zero: bool | None = None,
             timeout: float | None = None,
+            failure_timeout: float | None = None,
             print_plan: bool | None = None,
             traffic_file: str | None = None,
             weights_only: bool | None = None,

@@ -129,6 +129,9 @@ class HolmesConfig(Value):
     timeout: float = 600.0
     """Seconds a collective may wait before the job counts as stuck."""
 
+    failure_timeout: float = 30.0
+    """Seconds in which all ranks end after one was killed, stopped or cut off. A rank that is only slow is left alone."""
+
     print_plan: bool = True
     """Print the plan on rank 0 before training."""
 
@@ -149,7 +152,8 @@ class HolmesConfig(Value):
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
-        put("timeout", _seconds(self.timeout))
+        put("timeout", _seconds("timeout", self.timeout))
+        put("failure_timeout", _seconds("failure_timeout", self.failure_timeout))
         put("schedule", normalize_schedule(self.schedule))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -280,9 +284,9 @@ def _check_int(name: str, value: object, *, at_least: int, of: object = None) ->
         _refuse(name, value if of is None else of, f"{what}, {at_least} or more")
 
 
-def _seconds(value: object) -> float:
+def _seconds(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        _refuse("timeout", value, "a positive number of seconds")
+        _refuse(name, value, "a positive number of seconds")
     return float(value)
 
 

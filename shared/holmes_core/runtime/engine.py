@@ -16,8 +16,10 @@ It knows neither Lightning nor Accelerate; both drive it the same way:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +38,7 @@ from holmes_core.runtime.gradients import Gradients
 from holmes_core.runtime.intercept import Interceptor, Window, restore_class
 from holmes_core.runtime.loss import LossRule, read_loss
 from holmes_core.runtime.process_groups import ProcessGroups
+from holmes_core.runtime.pulse import Pulse
 from holmes_core.runtime.schedule import build_schedule, run_schedule
 from holmes_core.runtime.split import ParamEntry, decide_stages, drop_absent, slots
 from holmes_core.runtime.stage import Edge, HolmesStage, StageBody
@@ -119,6 +122,8 @@ class Engine:
         self.holds_last = self.num_stages - 1 in self.local_stages
         #: Steps of every batch trained so far; part of each micro-batch's seed.
         self.batches_seen = 0
+        #: What this rank is doing, for its watchdog.
+        self.pulse = Pulse()
         self.interceptor: Interceptor | None = None
         self.entries: list[ParamEntry] = []
         #: Modules outside the blocks whose parameters live on other stages.
@@ -232,12 +237,16 @@ class Engine:
             dynamic_shapes=self.config.dynamic_shapes,
             **made,
         )
-        stage.on_backward = self._backward_context
+        stage.on_backward = partial(self._backward_context, window.stage)
         stage.completing = self.gradients.data_parallel.completing
         return stage
 
-    def _backward_context(self) -> Any:
-        return self.interceptor.backward() if self.interceptor is not None else _NOTHING
+    @contextmanager
+    def _backward_context(self, stage: int) -> Iterator[None]:
+        waits = stage + 1 < self.num_stages and stage + 1 not in self.local_stages
+        watched = self.pulse.micro_batch(2 * self.local_stages.index(stage) + 1, waits=waits)
+        with watched, self.interceptor.backward() if self.interceptor is not None else nullcontext():
+            yield
 
     # ---- batches -----------------------------------------------------------------------------------------------
     def cut(self, batch: Any) -> list[Any]:
@@ -360,7 +369,8 @@ class Engine:
             stage.start_step(keys, has_backward=run.train)
         self._pass = run
         try:
-            with rng.fork(self.device):
+            watched = self.pulse.batch(step=self.batches_seen, micro_batches=n, train=run.train)
+            with watched, rng.fork(self.device):
                 if run.train:
                     if n not in self._schedules:
                         self._schedules[n] = build_schedule(
@@ -406,6 +416,13 @@ class Engine:
         self, window: Window, index: int, received: Tensor | None, boundary: Boundary | None
     ) -> tuple[Tensor, Boundary | None]:
         """Run the user's step on one micro-batch, for one stage (called by torch's schedule)."""
+        waits = received is not None and window.stage - 1 not in self.local_stages
+        with self.pulse.micro_batch(2 * self.local_stages.index(window.stage), waits=waits):
+            return self._run_step(window, index, received, boundary)
+
+    def _run_step(
+        self, window: Window, index: int, received: Tensor | None, boundary: Boundary | None
+    ) -> tuple[Tensor, Boundary | None]:
         run = self._pass
         assert run is not None
         torch.manual_seed(rng.seed_of(*run.seeds, index))
@@ -444,7 +461,8 @@ class Engine:
     # ---- gradients and parameters ----------------------------------------------------------------------------------
     def reduce_gradients(self) -> None:
         """Sum gradients over replicas, and over stages that hold the same parameter. Once per optimizer step."""
-        self.gradients.reduce()
+        with self.pulse.reducing():
+            self.gradients.reduce()
 
     def gradient_norm(self) -> Tensor:
         """Return the 2-norm of the whole model's gradient, each parameter counted once; equal on all ranks."""
@@ -462,13 +480,3 @@ class Engine:
         self.stages = []
         self._schedules = {}
 
-
-class _Nothing:
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, *exc: object) -> None:
-        return None
-
-
-_NOTHING = _Nothing()

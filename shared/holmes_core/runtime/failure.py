@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who failed first: a rank that raises says so in the job's store, the others name it instead of their own symptom."""
+"""Who failed first: a rank that raises says so to all others; they name it instead of their own lost connection."""
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
+import os
+import sys
 import threading
 import time
-from typing import Any
-
-import torch.distributed as dist
+from contextlib import suppress
+from types import TracebackType
 
 from holmes_core.errors import HolmesError
+from holmes_core.runtime.cause import RankLost
+from holmes_core.runtime.watchdog import Watchdog
 
 __all__ = ["FailureLog"]
 
-_KEY = "holmes/first_failure"
-_READERS = "holmes/first_failure_readers"
 _SYMPTOMS = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -28,112 +31,135 @@ _SYMPTOMS = (
     "failed to recv",
     "Failed to recv",
 )
+# Shares of failure_timeout: how long the main thread has to raise by itself once the cause is known, and how long one
+# that has lost a connection waits for the cause (longer than a silent host is waited for).
+_GRACE, _WAIT = 0.15, 0.55
 
 
 class FailureLog:
-    """Shares the first failure of a job among its ranks.
+    """This rank's failure to the others, and theirs to this rank.
 
     Args:
         rank: This rank.
-        world_size: Ranks of the job.
-        place: This rank's place in words, e.g. ``"stage 1 of 2, dp 0, tp 0, host n1"``.
-        wait: Seconds to wait for another rank's report, and for others to read ours.
+        place: Its place in words, e.g. ``"host n1"``; set again when stage and replica are known.
+        watch: This rank's watchdog; None in a job of one rank, or where none could be started.
     """
 
-    def __init__(self, *, rank: int, world_size: int, place: str, wait: float = 5.0) -> None:
-        self._rank, self._world_size, self.place, self._wait = rank, world_size, place, wait
+    def __init__(self, *, rank: int, place: str, watch: Watchdog | None) -> None:
+        self._rank, self._place, self._watch = rank, place, watch
+        self._pid = os.getpid()
         self._handled = False
-        self._heard = ""
-        self._closed = threading.Event()
+        self._open = False
+        self._heard: RankLost | None = None
+        self._arrived = threading.Event()
+        self._claims = threading.Lock()  # taken by the one that says why this rank ends
 
-    def listen(self, every: float = 1.0) -> None:
-        """Look for another rank's report in the background.
+    @property
+    def place(self) -> str:
+        """This rank's place in words."""
+        return self._place
 
-        The host of the store may be the one that fails: what it says must be here before it is gone, and a rank that
-        waits in a collective notices nothing until then.
-        """
-        store = _store()
-        if store is None or self._world_size == 1:
+    @place.setter
+    def place(self, place: str) -> None:
+        self._place = place
+        if self._watch is not None:
+            self._watch.place = place
+
+    # ---- during a run --------------------------------------------------------------------------------------------
+    def listen(self) -> None:
+        """From now on the failure of any rank ends this one, too. All ranks call it."""
+        if self._watch is None:
             return
-        store = store.clone()  # a connection of its own: the main thread may wait in the other for long
-        threading.Thread(target=self._listen, args=(store, every), name="holmes-failures", daemon=True).start()
+        self._open = True
+        self._watch.place = self._place
+        previous = sys.excepthook
 
-    def _listen(self, store: Any, every: float) -> None:
-        try:
-            while not self._closed.wait(every):
-                if store.check([_KEY]):
-                    self._heard = store.get(_KEY).decode()
-                    store.add(_READERS, 1)
-                    return
-        except Exception:  # the store is gone
-            return
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            named = self.explain(error) if self._open and os.getpid() == self._pid else error
+            if isinstance(named, RankLost):
+                self._say(named)
+            else:
+                previous(kind, error, trace)
+
+        sys.excepthook = hook
+        atexit.register(self._watch.bye)
+        self._watch.subscribe(self._end_with_others)
+        self._watch.listen(True)
 
     def close(self) -> None:
-        """Stop listening."""
-        self._closed.set()
+        """The run is over: what happens to other ranks no longer matters here."""
+        self._open = False
+        if self._watch is not None:
+            self._watch.listen(False)
 
+    def _end_with_others(self, cause: RankLost | None) -> None:
+        """Called in the watchdog's thread when another failure is known (None: the watchdog itself is gone)."""
+        if not self._open:
+            return
+        assert self._watch is not None
+        self._heard = cause or RankLost(
+            seen=f"the watchdog process of rank {self._rank} ({self._place}) was killed",
+            means="without it the failures of other ranks would go unnoticed",
+            do="do not end the processes of a job one by one; look for an out-of-memory kill (dmesg)",
+        )
+        self._arrived.set()
+        time.sleep(_GRACE * self._watch.limit)  # a main thread that can raise does it better: it cleans up
+        if not self._open or not self._claims.acquire(blocking=False):
+            return
+        self._watch.told()
+        self._say(self._heard)
+        for child in multiprocessing.active_children():  # data loaders
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)
+
+    def _say(self, cause: RankLost) -> None:
+        with suppress(OSError, ValueError):
+            print(f"holmes: rank {self._rank} ends, because of another failure\n{cause}\n", end="", file=sys.stderr)
+            sys.stderr.flush()
+
+    # ---- when something was caught -------------------------------------------------------------------------------
     def explain(self, error: BaseException) -> BaseException:
-        """Report this rank's own error, or turn the echo of another rank's failure into its name.
+        """Report this rank's own error, or turn the echo of another failure into its name.
 
         Args:
             error: What this rank caught.
 
         Returns:
-            The error to raise: `error` itself, or a `HolmesError` that names the rank that failed first.
+            The error to raise: `error` itself, or a `RankLost` that names what failed first.
         """
-        if self._handled or not isinstance(error, Exception):
+        if self._handled or isinstance(error, (RankLost, SystemExit, GeneratorExit)):
             return error
+        if self._watch is None:
+            return self._lost(error) if _is_symptom(error) else error
         self._handled = True
-        store = _store()
-        if store is None:
+        if not isinstance(error, Exception):
+            self._watch.report(f"was interrupted ({type(error).__name__})", weak=True)
             return error
-        if _is_symptom(error):
-            return self._name_first(store, error)
-        self._report(store, error)
-        return error
+        if not _is_symptom(error):
+            self._claim()
+            seen = error.seen if isinstance(error, HolmesError) else str(error)
+            self._watch.report(f"failed: {type(error).__name__}: {seen}"[:500])
+            return error
+        self._watch.symptom(_first_line(error))
+        self._arrived.wait(_WAIT * self._watch.limit)
+        self._claim()
+        return self._heard or self._lost(error)
 
-    def _report(self, store: Any, error: Exception) -> None:
-        text = f"{self._rank}\n{self.place}\n{type(error).__name__}: {error}"
-        try:
-            first = store.compare_set(_KEY, "", text).decode()
-            if first == text and self._rank == 0:  # rank 0 may host the store: let the others read before it goes
-                deadline = time.monotonic() + self._wait
-                while time.monotonic() < deadline and store.add(_READERS, 0) < self._world_size - 1:
-                    time.sleep(0.05)
-        except Exception:  # the store is gone: nobody can be told any more
-            return
+    def _claim(self) -> None:
+        if not self._claims.acquire(blocking=False):
+            time.sleep(60)  # the watchdog's thread is saying it and ends the process
+        assert self._watch is not None
+        self._watch.told()
 
-    def _name_first(self, store: Any, error: Exception) -> Exception:
-        deadline = time.monotonic() + self._wait
-        text = ""
-        try:
-            while time.monotonic() < deadline and not (text := self._heard):
-                if store.check([_KEY]):
-                    text = store.get(_KEY).decode()
-                    break
-                time.sleep(0.05)
-        except Exception:
-            text = self._heard
-        if text:
-            rank, place, cause = text.split("\n", 2)
-            if int(rank) != self._rank:
-                return HolmesError(
-                    seen=f"rank {rank} ({place}) failed: {cause}",
-                    where=f"reported on rank {self._rank} ({self.place})",
-                    means="all ranks of a job stop together",
-                    do=f"look at the traceback of rank {rank}; this rank only lost its connection to it",
-                )
+    def _lost(self, error: BaseException) -> HolmesError:
         return HolmesError(
-            seen=f"rank {self._rank} ({self.place}) lost its connection to another rank: {_first_line(error)}",
+            seen=f"rank {self._rank} ({self._place}) lost its connection to another rank: {_first_line(error)}",
             means="a process of the job ended or hung without a word (killed, out of memory, host or link down)",
             do="look at the output of the other ranks and at the kernel log of their hosts (dmesg: out of memory)",
         )
-
-
-def _store() -> Any:
-    if not dist.is_initialized():
-        return None
-    return dist.distributed_c10d._get_default_store()
 
 
 def _is_symptom(error: BaseException) -> bool:

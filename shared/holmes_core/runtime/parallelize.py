@@ -61,8 +61,8 @@ def parallelize(
         if cuda:
             torch.cuda.set_device(device)
         meeting = meet(rank=rank, world_size=world, timeout=config.timeout)
-        join(meeting, config=config, device_type=device.type)
-        failures = FailureLog(rank=rank, world_size=world, place=f"host {host_name()}")
+        meeting = join(meeting, config=config, device_type=device.type)
+        failures = FailureLog(rank=rank, place=f"host {host_name()}", watch=meeting.watch)
         failures.listen()
         before = named_parameter_slots(model)
 
@@ -77,9 +77,7 @@ def parallelize(
                 raise named from None
 
         with guard():
-            engine = build_engine(
-                root=model, config=config, device=device, seed=share_random_state(), meeting=meeting
-            )
+            engine = build_engine(root=model, config=config, device=device, seed=share_random_state(), meeting=meeting)
         mode = CallMode(engine, before=before, guard=guard)
         if dist.get_world_size() == 1:
             failures.close()

@@ -137,6 +137,9 @@ def build_engine(
     check_links(plan, meeting.rank)
     groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
     engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)
+    if meeting.watch is not None:
+        engine.pulse = meeting.watch.pulse
+        meeting.watch.planned(plan)
     engine.split()
     local = engine.local_names()
     if any(param.is_meta and local[name] for name, param in root.named_parameters()):

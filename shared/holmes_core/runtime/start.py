@@ -31,6 +31,7 @@ from holmes_core.plan.environment import check_environment, environment_warnings
 from holmes_core.plan.network import ethernet_interfaces
 from holmes_core.plan.transport import LOOPBACK
 from holmes_core.runtime.environment import gloo_interface, set_missing
+from holmes_core.runtime.watchdog import Watchdog
 
 __all__ = ["Meeting", "host_name", "join", "meet", "tell_apart"]
 
@@ -48,11 +49,13 @@ class Meeting:
         rank: This rank.
         inventories: What each rank's host has, by global rank.
         store: The store they met at, without a prefix; None where a default group existed before.
+        watch: This rank's watchdog, from `join` on; None in a job of one rank.
     """
 
     rank: int
     inventories: tuple[Inventory, ...]
     store: Any = None
+    watch: Watchdog | None = None
 
     def warnings(self, topology: Topology, device_type: str) -> tuple[str, ...]:
         """Return what a person should know about the hosts and how they were grouped, one sentence each."""
@@ -125,7 +128,8 @@ def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting
         HolmesError: The hosts do not reach each other.
     """
     if dist.is_initialized():
-        return replace(meeting, store=None)
+        watch = meeting.watch or Watchdog.running() or _watch(meeting, "", config)
+        return replace(meeting, store=None, watch=watch)
     topology = meeting.topology(config)
     check_environment(meeting.inventories, device_type=device_type)
     hosts = [host for cluster in topology.clusters for host in cluster.hosts]
@@ -133,6 +137,7 @@ def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting
     me = meeting.inventories[meeting.rank].host
     interfaces = {me: LOOPBACK} if len(names) == 1 else _by_machine(ethernet_interfaces(hosts)[0])
     timeout = timedelta(seconds=config.timeout)
+    watch = _watch(meeting, interfaces.get(me, ""), config)
     try:
         with gloo_interface(interfaces.get(me)):
             dist.init_process_group(
@@ -154,7 +159,37 @@ def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting
         # Hosts and user code make gloo groups of their own (Lightning around prepare_data), and gloo would bind them to
         # the address of the host's name, often 127.0.1.1.
         set_missing({"GLOO_SOCKET_IFNAME": interfaces[me]})
-    return replace(meeting, store=None)
+    return replace(meeting, store=None, watch=watch)
+
+
+def _watch(meeting: Meeting, interface: str, config: HolmesConfig) -> Watchdog | None:
+    """Start this rank's watchdog; its signs of life go over the network of the control group."""
+    world = len(meeting.inventories)
+    if world == 1:
+        return None
+    hosts = [inventory.host for inventory in meeting.inventories]
+    store = meeting.store if meeting.store is not None else dist.distributed_c10d._get_default_store()
+    nic = meeting.inventories[meeting.rank].nic(interface)
+    address = nic.addresses[0].split("/")[0] if nic is not None and nic.addresses else ""
+    if len(set(hosts)) == 1 or interface == LOOPBACK:
+        address = "127.0.0.1"
+    return Watchdog.start(
+        PrefixStore("holmes/watch", store),
+        rank=meeting.rank,
+        world=world,
+        hosts=hosts,
+        address=address or _address_towards(os.environ.get("MASTER_ADDR", "")),
+        limit=config.failure_timeout,
+        timeout=config.timeout,
+    )
+
+
+def _address_towards(host: str) -> str:
+    """Return this host's address on the way to another; no packet is sent."""
+    family, kind, protocol, _, there = socket.getaddrinfo(host or "127.0.0.1", 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)
+        return str(probe.getsockname()[0])
 
 
 def _by_machine(interfaces: Mapping[str, str]) -> dict[str, str]:
