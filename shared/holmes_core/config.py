@@ -18,10 +18,21 @@ from holmes_core.cluster.host import ClusterSpec, expand_ranks
 from holmes_core.cluster.value import Value
 from holmes_core.errors import ConfigError, did_you_mean
 
-__all__ = ["HARDWARE_KEYS", "SCHEDULES", "V_SCHEDULES", "ClusterSpec", "HolmesConfig", "normalize_schedule"]
+__all__ = [
+    "EMBEDDING_SCHEDULES",
+    "HARDWARE_KEYS",
+    "SCHEDULES",
+    "V_SCHEDULES",
+    "ClusterSpec",
+    "HolmesConfig",
+    "normalize_schedule",
+]
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
+
+#: Schedules in which the embedding may be a stage of its own on the last rank.
+EMBEDDING_SCHEDULES = ("1f1b", "gpipe")
 
 #: What a cluster may say of its hardware. `holmes plan` reads it (plan/hardware.py); a job finds out for itself.
 HARDWARE_KEYS = (
@@ -42,11 +53,13 @@ _CHOICES = {
     "sharding": ("optimizer", "none"),
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
+    "embedding": ("auto", "first", "last"),
+    "checkpoint": ("single", "sharded"),
     "partition": ("auto", "equal", "paper"),
 }
 _PLACES = ("first", "last", "ends", "all")
-_COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages")
-_FLAGS = ("check_loss", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan")
+_COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
+_FLAGS = ("check_loss", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan")
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
 
 
@@ -99,8 +112,29 @@ class HolmesConfig(Value):
     cluster_speeds: Mapping[str, float] = field(default_factory=dict, hash=False)
     """Speed of one rank of each cluster, in any unit: ``{a: 197, b: 160}``. Without it all count as equally fast."""
 
+    plan: str | None = None
+    """A plan.json of ``holmes plan``: the job follows it exactly, or refuses with the difference."""
+
+    probe: str = "auto"
+    """Where hosts or clusters may differ, ``auto`` measures compute and links in the first seconds of the job (or takes
+    the last measurement of the same hosts and model); ``off`` does not; else a file of ``holmes probe -o``."""
+
+    seq_len: int | None = None
+    """Tokens of one sample, for predictions only. The most that the model was made for, up to 4096, when left out."""
+
+    memory_limit: float | None = None
+    """GiB that one rank may use, for predictions only; 0 switches the check off. Found out when left out."""
+
+    recompute: bool | None = None
+    """Recompute blocks in the backward pass to save memory. When left out, only where the memory would not do else."""
+
     split_points: tuple[str, ...] | None = None
     """Names of the modules that begin stages 1, 2, ..., for a model whose list of blocks is not found."""
+
+    embedding: str = "auto"
+    """Which pipeline rank runs the input embedding: ``first``, or ``last``, beside the head. Where both share their
+    weight and lie in different clusters, ``auto`` means ``last``: embedded micro-batches, which pass while others
+    compute, then cross the slow network instead of the weight's gradient, for which everybody waits."""
 
     placement: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Where modules outside the list of blocks live: module name -> ``first``, ``last``, ``ends`` or ``all``."""
@@ -132,6 +166,13 @@ class HolmesConfig(Value):
     failure_timeout: float = 30.0
     """Seconds in which all ranks end after one was killed, stopped or cut off. A rank that is only slow is left alone."""
 
+    checkpoint: str = "single"
+    """``single``: whole tensors, written by rank 0, as one process writes them. ``sharded``: a folder that all ranks
+    write at once. Holmes loads either under any layout, whatever is said here."""
+
+    checkpoint_async: bool = False
+    """Write checkpoints in the background, from a copy on the CPU, while training goes on."""
+
     print_plan: bool = True
     """Print the plan on rank 0 before training."""
 
@@ -154,6 +195,12 @@ class HolmesConfig(Value):
                 _refuse(name, getattr(self, name), "true or false")
         put("timeout", _seconds("timeout", self.timeout))
         put("failure_timeout", _seconds("failure_timeout", self.failure_timeout))
+        if self.memory_limit is not None:
+            limit = self.memory_limit
+            if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
+                _refuse("memory_limit", limit, "a number of GiB, or 0")
+        if self.recompute is not None and not isinstance(self.recompute, bool):
+            _refuse("recompute", self.recompute, "true or false")
         put("schedule", normalize_schedule(self.schedule))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
@@ -164,7 +211,7 @@ class HolmesConfig(Value):
         put("placement", _placement(self.placement))
         put("cluster_speeds", _speeds(self.cluster_speeds))
         put("clusters", _clusters(self.clusters))
-        for name in ("cluster_file", "traffic_file"):
+        for name in ("cluster_file", "traffic_file", "plan", "probe"):
             if (path := getattr(self, name)) is not None and not isinstance(path, str):
                 _refuse(name, path, "the path of a file")
         for first, second in (_ONE_OF[0], _ONE_OF[2]):
@@ -239,13 +286,18 @@ class HolmesConfig(Value):
         if "cluster_file" in merged:
             merged["clusters"] = _read_clusters(merged["cluster_file"], origins["cluster_file"])
         try:
-            return cls(**merged)
+            config = cls(**merged)
         except ConfigError as error:
             origin = origins.get((error.where or "").removeprefix("HolmesConfig.").split("[")[0])
             if origin is None:
                 raise
             where = f"{error.where}, from {origin}"
             raise ConfigError(seen=error.seen, where=where, means=error.means, do=error.do) from None
+        if config.plan is None:
+            return config
+        from holmes_core.plan.plan_file import config_of_plan
+
+        return config_of_plan(config, given={name for name in merged if name != "plan"})
 
 
 def normalize_schedule(name: object) -> str:

@@ -268,6 +268,28 @@ FAST = (
         tied=True,
     ),
     Case(
+        name="pp2_embedding_on_last_rank",
+        description="the embedding beside the head it is tied to; changing lengths, few samples",
+        config=_config(pp=2, embedding="last"),
+        tied=True,
+        **CHANGING,
+    ),
+    Case(
+        name="pp2_dp2_two_clusters_embedding_on_last_rank",
+        description="two clusters of two replicas: the tied weight stays in one, accumulation, clipping",
+        config=_config(pp=2, dp=2, clusters=[{"name": "a", "ranks": [0, 1]}, {"name": "b", "ranks": [2, 3]}]),
+        model="gpt2",
+        tied=True,
+        accumulate=2,
+        clip=0.5,
+        uneven=True,
+    ),
+    Case(
+        name="pp2_tp2_embedding_on_last_rank",
+        description="the same with tensor parallelism and an untied head, all forwards first",
+        config=_config(pp=2, tp=2, embedding="last", schedule="gpipe"),
+    ),
+    Case(
         name="pp4_zbv",
         description="eight stages on four ranks, zero bubble",
         config=_config(pp=4, schedule="zbv"),

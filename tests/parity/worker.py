@@ -110,6 +110,8 @@ def _train(case: Case, engine: Any) -> dict[str, Any]:
             result = engine.train(step, batch, accumulate=case.accumulate, completes=last)
             losses.append(None if result.loss is None else float(result.loss))
             expected = torch_order(case.schedule, engine, result.num_microbatches)
+            if engine.plan.layout.embedding_on_last:
+                trace = without_embedding(trace, result.num_microbatches, holds=0 in engine.local_stages)
             executed, extra = trace[-len(expected) :], trace[: -len(expected)]
             trace.clear()
             if executed != expected or len(extra) > checks:
@@ -157,7 +159,8 @@ class _Recording:
     """Stands for a stage in torch's single-stage schedules, whose order is code, not a list."""
 
     def __init__(self, stage: Any) -> None:
-        self.stage_index, self.num_stages = stage.stage_index, stage.num_stages
+        own = stage.num_stages - stage.group_size  # 1 where the embedding is a stage of its own
+        self.stage_index, self.num_stages = stage.stage_index - own, stage.num_stages - own
         self.group_rank, self.group_size = stage.group_rank, stage.group_size
         self.is_first, self.is_last = False, False
         self.has_backward = True
@@ -180,17 +183,26 @@ class _Recording:
     clear_runtime_states = perform_reduce_grad
 
 
+def without_embedding(trace: list[tuple[int, str, int]], n: int, *, holds: bool) -> list[tuple[int, str, int]]:
+    """Take the embedding's stage out of a trace, after checking that it ran; blocks are then numbered as without it."""
+    for kind in "FB":
+        ran = [index for stage, what, index in trace if (stage, what) == (0, kind)]
+        assert ran[len(ran) - n :] == (list(range(n)) if holds else []), trace
+    return [(stage - 1, kind, index) for stage, kind, index in trace if stage]
+
+
 def torch_order(schedule: str, engine: Any, num_microbatches: int) -> list[tuple[int, str, int]]:
     """What torch's schedule of this name executes on this rank; GPipe's order for too few micro-batches."""
     stages = engine.stages
-    if not fits(schedule, engine.num_stages, engine.plan.layout.pp, num_microbatches):
-        local = sorted(stage.stage_index for stage in stages)
+    own = engine.plan.layout.embedding_on_last
+    if not fits(schedule, engine.num_stages - own, engine.plan.layout.pp, num_microbatches):
+        local = sorted(stage.stage_index - own for stage in stages if stage.stage_index >= own)
         return [(s, "F", i) for s in local for i in range(num_microbatches)] + [
             (s, "B", i) for s in reversed(local) for i in range(num_microbatches)
         ]
     cls = get_schedule_class(_TORCH_NAMES[schedule])
-    if schedule in SINGLE_STAGE:
-        recording = _Recording(stages[0])
+    if schedule in SINGLE_STAGE:  # the last local stage: the first may be an embedding
+        recording = _Recording(stages[-1])
         theirs = cls(recording, num_microbatches, loss_fn=lambda *_: None, scale_grads=False)
         for name in ("_initialize_stage", "_maybe_compute_loss", "_maybe_get_loss", "_update_losses"):
             setattr(theirs, name, lambda *args, **kwargs: None)

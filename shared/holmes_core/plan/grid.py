@@ -100,19 +100,6 @@ class Grid(Value):
         """Return the ranks of every model replica (all pp and tp ranks of one dp index)."""
         return tuple(tuple(rank for stage in self.ranks for rank in stage[d]) for d in range(self.dp))
 
-    def stage_to_pp_rank(self, stage: int, schedule: str) -> int:
-        """Return the pp rank that runs a stage: in loops, or down and up again for V schedules."""
-        if schedule in V_SCHEDULES:
-            if not 0 <= stage < 2 * self.pp:
-                raise ConfigError(seen=f"stage {stage}", where=f"schedule {schedule}", do=f"use 0 to {2 * self.pp - 1}")
-            return stage if stage < self.pp else 2 * self.pp - 1 - stage
-        return stage % self.pp
-
-    def stages_of_pp_rank(self, pp_rank: int, schedule: str, virtual_stages: int) -> tuple[int, ...]:
-        """Return the stages a pp rank runs, ascending."""
-        stages = range(self.pp * virtual_stages)
-        return tuple(stage for stage in stages if self.stage_to_pp_rank(stage, schedule) == pp_rank)
-
 
 def make_grid(
     topology: Topology, layout: Layout, *, rank_order: Sequence[int] | None = None, last_stage_on_rank_zero: bool = True

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from holmes_core.cluster.topology import Topology
 from holmes_core.cluster.value import Value
-from holmes_core.config import HolmesConfig
+from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError
 
 __all__ = ["Layout", "ModelFacts", "choose_layout", "default_num_microbatches", "legal_tp", "nearest_layouts"]
@@ -47,6 +47,8 @@ class Layout(Value):
         num_microbatches: Micro-batches per batch; None leaves it to ``default_num_microbatches``.
         micro_batch_size: Samples per micro-batch, instead.
         schedule: Name in ``config.SCHEDULES``.
+        embedding_on_last: Whether stage 0 is the input embedding alone, on the last pipeline rank, beside the head. A
+            tied weight then lives on one rank and its gradient crosses no network; embedded micro-batches do instead.
     """
 
     tp: int
@@ -56,6 +58,7 @@ class Layout(Value):
     num_microbatches: int | None = None
     micro_batch_size: int | None = None
     schedule: str = "1f1b"
+    embedding_on_last: bool = False
 
     def __post_init__(self) -> None:
         """Check that all numbers are positive."""
@@ -69,8 +72,31 @@ class Layout(Value):
 
     @property
     def num_stages(self) -> int:
-        """Stages of the pipeline, ``pp * virtual_stages``."""
+        """Stages of the pipeline: ``pp * virtual_stages``, and one for an embedding of its own."""
+        return self.block_stages + self.embedding_on_last
+
+    @property
+    def block_stages(self) -> int:
+        """Stages that hold blocks."""
         return self.pp * self.virtual_stages
+
+    def pp_rank_of(self, stage: int) -> int:
+        """Return the pipeline rank that runs a stage: in loops, or down and up again for V schedules.
+
+        Raises:
+            ConfigError: There is no such stage.
+        """
+        if not 0 <= stage < self.num_stages:
+            raise ConfigError(seen=f"stage {stage}", where="Layout", do=f"use 0 to {self.num_stages - 1}")
+        if self.embedding_on_last:
+            return self.pp - 1 if stage == 0 else stage - 1
+        if self.schedule in V_SCHEDULES:
+            return stage if stage < self.pp else 2 * self.pp - 1 - stage
+        return stage % self.pp
+
+    def stages_of(self, pp_rank: int) -> tuple[int, ...]:
+        """Return the stages that a pipeline rank runs, ascending."""
+        return tuple(stage for stage in range(self.num_stages) if self.pp_rank_of(stage) == pp_rank)
 
     @property
     def width(self) -> int:
@@ -120,12 +146,30 @@ def choose_layout(topology: Topology, config: HolmesConfig, model: ModelFacts) -
         num_microbatches=config.num_microbatches,
         micro_batch_size=config.micro_batch_size,
         schedule=config.schedule,
+        embedding_on_last=_embedding_on_last(topology, config, model, pp),
     )
-    if config.layers_per_stage is None and config.split_points is None and layout.num_stages > model.num_blocks:
-        seen = f"{layout.num_stages} stages (pp {pp} x {layout.virtual_stages} per rank) for {model.num_blocks} blocks"
+    if config.layers_per_stage is None and config.split_points is None and layout.block_stages > model.num_blocks:
+        stages = f"{layout.block_stages} stages (pp {pp} x {layout.virtual_stages} per rank)"
+        seen = f"{stages} for {model.num_blocks} blocks"
         _fail(topology, config, model, wanted, seen, "at least one stage would hold no block")
     _check_microbatches(layout)
     return layout, _reasons(topology, config, model, layout)
+
+
+def _embedding_on_last(topology: Topology, config: HolmesConfig, model: ModelFacts, pp: int) -> bool:
+    """Whether the embedding goes to the last rank: asked for, or tied to a head in another cluster."""
+    fits = config.schedule in EMBEDDING_SCHEDULES and config.split_points is None and pp > 1
+    if config.embedding == "last" and not fits and pp > 1:
+        points = " and split_points" if config.split_points else ""
+        raise ConfigError(
+            seen=f"embedding: last with schedule {config.schedule}{points}",
+            where="HolmesConfig.embedding",
+            means="the embedding can be a stage of its own where each rank has one stage and blocks are counted",
+            do=f"use schedule {' or '.join(EMBEDDING_SCHEDULES)} without split_points, or leave embedding out",
+        )
+    if config.embedding != "auto":
+        return config.embedding == "last" and fits
+    return fits and model.tied and config.rank_order is None and len(topology.clusters) > 1
 
 
 def legal_tp(topology: Topology, model: ModelFacts) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from holmes_core.cluster.topology import Topology
 from holmes_core.cluster.value import Value
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, did_you_mean
+from holmes_core.plan.cost import Prediction
 from holmes_core.plan.grid import Grid, check_grid, make_grid
 from holmes_core.plan.layout import Layout, ModelFacts, choose_layout
 from holmes_core.plan.partition import (
@@ -60,6 +61,9 @@ class Plan(Value):
         layers_per_stage: Blocks per stage in pipeline order; empty where split_points decide.
         split_points: The user's split points, else empty.
         reasons: Why the plan is as it is, one sentence each.
+        model: The model's facts.
+        prediction: Step time, memory per pipeline rank, bytes per link; None where nobody has predicted.
+        recompute: Whether blocks are recomputed in the backward pass.
     """
 
     topology: Topology
@@ -69,6 +73,9 @@ class Plan(Value):
     layers_per_stage: tuple[int, ...]
     split_points: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
+    model: ModelFacts | None = None
+    prediction: Prediction | None = None
+    recompute: bool = False
     _index: dict[tuple[str, int], tuple[Group, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -130,7 +137,7 @@ class Plan(Value):
 
     def pp_rank_of(self, stage: int) -> int:
         """Return the pp rank that runs a stage."""
-        return self.grid.stage_to_pp_rank(stage, self.layout.schedule)
+        return self.layout.pp_rank_of(stage)
 
     def rank_of(self, *, stage: int, dp: int, tp: int) -> int:
         """Return the global rank that runs a stage for a replica and tp part."""
@@ -138,8 +145,7 @@ class Plan(Value):
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages a rank runs, ascending."""
-        pp_rank = self.grid.coordinates(rank).pp
-        return self.grid.stages_of_pp_rank(pp_rank, self.layout.schedule, self.layout.virtual_stages)
+        return self.layout.stages_of(self.grid.coordinates(rank).pp)
 
     def stage_blocks(self, stage: int) -> range:
         """Return the indices of the blocks of a stage.
@@ -195,12 +201,18 @@ def make_plan(config: HolmesConfig, topology: Topology, model: ModelFacts, *, de
             )
     elif config.layers_per_stage is not None:
         layers = check_layers_per_stage(
-            config.layers_per_stage, num_blocks=model.num_blocks, num_stages=layout.num_stages
+            config.layers_per_stage, num_blocks=model.num_blocks, num_stages=layout.block_stages
         )
         lines.append("blocks per stage as given (layers_per_stage)")
     else:
         layers, reason = _split(config, topology, layout, grid, model)
         lines.append(reason)
+    if layout.embedding_on_last:
+        layers = (0, *layers)
+        lines.append(
+            "the embedding runs beside the head, on the last pipeline rank"
+            + (" (embedding: last)" if config.embedding == "last" else "; the gradient of their weight stays there")
+        )
     lines.extend(f"{cluster.name}: {cluster.reason}" for cluster in topology.clusters if cluster.reason)
     lines.extend(_placement_reasons(config, topology, layout, grid))
     return Plan(
@@ -211,6 +223,8 @@ def make_plan(config: HolmesConfig, topology: Topology, model: ModelFacts, *, de
         layers_per_stage=layers,
         split_points=config.split_points or (),
         reasons=tuple(lines),
+        model=model,
+        recompute=bool(config.recompute),
     )
 
 
@@ -230,11 +244,11 @@ def _split(
             do=f"give each a speed: cluster_speeds: {{{', '.join(f'{name}: 1.0' for name in names)}}}",
         )
     if config.partition == "equal" or len(set(speeds.values())) < 2:
-        layers = equal_partition(model.num_blocks, layout.num_stages)
+        layers = equal_partition(model.num_blocks, layout.block_stages)
         return layers, f"{model.num_blocks} blocks split as evenly as they can be"
     owners = [
-        topology.cluster_of(grid.rank_at(pp=_pp(grid, layout, stage), dp=0, tp=0)).name
-        for stage in range(layout.num_stages)
+        topology.cluster_of(grid.rank_at(pp=layout.pp_rank_of(stage), dp=0, tp=0)).name
+        for stage in range(layout.num_stages - layout.block_stages, layout.num_stages)
     ]
     per_stage = [speeds[name] for name in owners]
     shown = ", ".join(f"{name} {speeds[name]:g}" for name in names)
@@ -246,13 +260,13 @@ def _split(
 
 def _placement_reasons(config: HolmesConfig, topology: Topology, layout: Layout, grid: Grid) -> list[str]:
     lines: list[str] = []
-    last = grid.stage_to_pp_rank(layout.num_stages - 1, layout.schedule)
+    last = layout.pp_rank_of(layout.num_stages - 1)
     if config.rank_order is not None:
         lines.append("ranks placed as given (rank_order)")
     elif layout.pp > 1 and grid.coordinates(0).pp == last:
         lines.append("rank 0 runs the last stage, so loss, logs and progress bar are where the host expects them")
     clusters = [
-        topology.cluster_of(grid.rank_at(pp=_pp(grid, layout, s), dp=0, tp=0)) for s in range(layout.num_stages)
+        topology.cluster_of(grid.rank_at(pp=layout.pp_rank_of(s), dp=0, tp=0)) for s in range(layout.num_stages)
     ]
     slow = [
         f"{stage} -> {stage + 1} ({clusters[stage].name} -> {clusters[stage + 1].name})"
@@ -264,10 +278,6 @@ def _placement_reasons(config: HolmesConfig, topology: Topology, layout: Layout,
         lines.append(f"{len(slow)} of {layout.num_stages - 1} stage boundaries cross clusters: {shown}")
     lines.append("checked: no tp group leaves a host, no dp group leaves a cluster")
     return lines
-
-
-def _pp(grid: Grid, layout: Layout, stage: int) -> int:
-    return grid.stage_to_pp_rank(stage, layout.schedule)
 
 
 def _make_groups(topology: Topology, layout: Layout, grid: Grid, device_type: str) -> tuple[Group, ...]:
@@ -294,12 +304,11 @@ def _make_groups(topology: Topology, layout: Layout, grid: Grid, device_type: st
         add("pp", f"pp_dp{d}_tp{t}", ranks, "pipeline metadata: shapes, losses, logs")
     for d, ranks in enumerate(grid.replicas()):
         add("replica", f"replica_dp{d}", ranks, "one model replica: norms and flags of the whole model")
-    first = _pp(grid, layout, 0)
-    last = _pp(grid, layout, layout.num_stages - 1)
+    first, last = layout.pp_rank_of(0), layout.pp_rank_of(layout.num_stages - 1)
     lanes = [(d, t) for d in range(grid.dp) for t in range(grid.tp)]
     seen: set[tuple[int, int]] = set()
     for stage in range(layout.num_stages - 1):
-        a, b = _pp(grid, layout, stage), _pp(grid, layout, stage + 1)
+        a, b = layout.pp_rank_of(stage), layout.pp_rank_of(stage + 1)
         if a == b or (a, b) in seen:
             continue
         seen.add((a, b))

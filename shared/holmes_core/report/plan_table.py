@@ -87,7 +87,7 @@ def _blocks(plan: Plan, stage: int) -> str:
         return "from the start" if stage == 0 else f"from {plan.split_points[stage - 1]}"
     blocks = plan.stage_blocks(stage)
     if not blocks:
-        return "none"
+        return "embedding" if plan.layout.embedding_on_last and stage == 0 else "none"
     return f"{blocks[0]}-{blocks[-1]}" if len(blocks) > 1 else str(blocks[0])
 
 

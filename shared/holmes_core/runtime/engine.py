@@ -116,7 +116,7 @@ class Engine:
             for s in range(self.num_stages)
         ]
         self.stages_of_rank = {
-            p: list(plan.grid.stages_of_pp_rank(p, layout.schedule, layout.virtual_stages)) for p in range(layout.pp)
+            p: list(layout.stages_of(p)) for p in range(layout.pp)
         }
         self.local_stages = self.stages_of_rank[self.place.pp]
         self.holds_last = self.num_stages - 1 in self.local_stages
@@ -143,7 +143,7 @@ class Engine:
     # ---- set-up ------------------------------------------------------------------------------------------------
     def pp_rank_of(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
-        return self.plan.grid.stage_to_pp_rank(stage, self.plan.layout.schedule)
+        return self.plan.layout.pp_rank_of(stage)
 
     def split(self) -> None:
         """Keep this rank's part of the model: its stages' blocks and what it needs outside of them."""
@@ -387,13 +387,11 @@ class Engine:
                 stage.clear_runtime_states()
 
     def _ahead(self) -> list[int]:
-        """Per stage, the forwards to run ahead of plain 1F1B: `run_ahead` for each later edge that crosses clusters."""
-        topology = self.plan.topology
-        cluster = [
-            topology.cluster_index(self.plan.rank_of(stage=stage, dp=0, tp=0)) for stage in range(self.num_stages)
-        ]
+        """Per rank, the forwards to run ahead of plain 1F1B: `run_ahead` for each later edge that crosses clusters."""
+        plan, topology = self.plan, self.plan.topology
+        cluster = [topology.cluster_index(plan.grid.rank_at(pp=p, dp=0, tp=0)) for p in range(plan.layout.pp)]
         slow = [a != b for a, b in pairwise(cluster)]
-        return [self.config.run_ahead * sum(slow[stage:]) for stage in range(self.num_stages)]
+        return [self.config.run_ahead * sum(slow[p:]) for p in range(plan.layout.pp)]
 
     def _forward_only(self, n: int) -> None:
         local = {stage.stage_index: stage for stage in self.stages}
@@ -479,4 +477,3 @@ class Engine:
         self.interceptor = None
         self.stages = []
         self._schedules = {}
-

@@ -21,7 +21,14 @@ from holmes_core.runtime.torch_compat import (
     get_schedule_class,
 )
 
-__all__ = ["SINGLE_STAGE", "build_schedule", "gpipe_order", "one_f_one_b_order", "run_schedule"]
+__all__ = [
+    "SINGLE_STAGE",
+    "build_schedule",
+    "embedding_on_last_order",
+    "gpipe_order",
+    "one_f_one_b_order",
+    "run_schedule",
+]
 
 _TORCH_NAME = {
     "interleaved_1f1b": "Interleaved1F1B",
@@ -58,6 +65,40 @@ def one_f_one_b_order(num_stages: int, num_microbatches: int, ahead: Sequence[in
     return order
 
 
+def embedding_on_last_order(pp: int, num_microbatches: int, ahead: Sequence[int] = ()) -> dict[int, list[Action]]:
+    """1F1B whose stage 0 is the embedding alone, on the last rank; blocks are stages 1 to `pp`, one per rank.
+
+    The embedding works ahead by as many micro-batches as the first blocks may have in flight, so that they never wait
+    for it, and takes its gradients when they have had as long to return; it is little work at any time.
+
+    Args:
+        pp: Pipeline ranks.
+        num_microbatches: Micro-batches of the batch.
+        ahead: As for `one_f_one_b_order`, by pipeline rank.
+
+    Returns:
+        Pipeline rank to its actions.
+    """
+    blocks = one_f_one_b_order(pp, num_microbatches, ahead)
+    order = {
+        rank: [Action(rank + 1, a.computation_type, a.microbatch_index) for a in actions]
+        for rank, actions in blocks.items()
+    }
+    lead = pp + (ahead[0] if ahead else 0) + 1
+    merged = [Action(0, _F, i) for i in range(min(lead, num_microbatches))]
+    for action in order[pp - 1]:
+        merged.append(action)
+        i = action.microbatch_index
+        assert i is not None
+        if action.computation_type == _F and i + lead < num_microbatches:
+            merged.append(Action(0, _F, i + lead))
+        elif action.computation_type == _B and i >= lead:
+            merged.append(Action(0, _B, i - lead))
+    merged += [Action(0, _B, i) for i in range(max(0, num_microbatches - lead), num_microbatches)]
+    order[pp - 1] = merged
+    return order
+
+
 def gpipe_order(stages_of_rank: Mapping[int, list[int]], num_microbatches: int) -> dict[int, list[Action]]:
     """All forwards, then all backwards, for any assignment of stages to ranks."""
     order: dict[int, list[Action]] = {}
@@ -77,7 +118,11 @@ class _OurStages:
 
 class _FromOrder(_OurStages, PipelineScheduleRuntime):
     def __init__(self, stages: list[HolmesStage], n_microbatches: int, order: dict[int, list[Action]]) -> None:
+        # The constructor wants a multiple of the ranks, for a mapping that the order given below replaces.
+        num_stages, pp = stages[0].num_stages, len(order)
+        stages[0].num_stages = -(-num_stages // pp) * pp
         super().__init__(stages, n_microbatches)  # type: ignore[no-untyped-call]
+        stages[0].num_stages = self._num_stages = num_stages
         compute: dict[int, list[Action | None]] = {rank: list(actions) for rank, actions in order.items()}
         self.pipeline_order = compute
         self._prepare_schedule_with_comms(compute)
@@ -86,7 +131,7 @@ class _FromOrder(_OurStages, PipelineScheduleRuntime):
 def _fits(name: str, num_stages: int, pp: int, num_microbatches: int) -> bool:
     """Whether torch's schedule takes this number of micro-batches."""
     if name in SINGLE_STAGE:
-        return name == "gpipe" or num_microbatches >= num_stages
+        return name == "gpipe" or num_microbatches >= pp
     if name == "looped_bfs":
         return True
     if name == "zbv":
@@ -118,6 +163,8 @@ def build_schedule(
     num_stages, pp = stages[0].num_stages, len(stages_of_rank)
     if name == "gpipe" or not _fits(name, num_stages, pp, num_microbatches):
         return _FromOrder(stages, num_microbatches, gpipe_order(stages_of_rank, num_microbatches))
+    if name == "1f1b" and num_stages == pp + 1:
+        return _FromOrder(stages, num_microbatches, embedding_on_last_order(pp, num_microbatches, ahead))
     if name == "1f1b":
         return _FromOrder(stages, num_microbatches, one_f_one_b_order(num_stages, num_microbatches, ahead))
     base = get_schedule_class(_TORCH_NAME[name])

@@ -51,11 +51,18 @@ def test_rank_order_is_followed_or_refused() -> None:
     ("schedule", "style", "virtual"), [("1f1b", "loop", 1), ("looped_bfs", "loop", 3), ("zbv", "v", 2)]
 )
 def test_stages_map_to_ranks_as_torch_maps_them(schedule: str, style: str, virtual: int) -> None:
-    grid = Grid(ranks=tuple(((rank,),) for rank in range(4)))
+    layout = Layout(tp=1, dp=1, stages_per_cluster=(4,), schedule=schedule, virtual_stages=virtual)
     theirs = generate_stage_to_rank_mapping(4, 4 * virtual, style=style)
-    assert {stage: grid.stage_to_pp_rank(stage, schedule) for stage in theirs} == theirs
-    ours = [grid.stages_of_pp_rank(rank, schedule, virtual) for rank in range(4)]
+    assert {stage: layout.pp_rank_of(stage) for stage in theirs} == theirs
+    ours = [layout.stages_of(rank) for rank in range(4)]
     assert ours == [tuple(stage for stage, at in theirs.items() if at == rank) for rank in range(4)]
+
+
+def test_an_embedding_of_its_own_is_on_the_last_rank() -> None:
+    layout = Layout(tp=1, dp=1, stages_per_cluster=(1, 2), embedding_on_last=True)
+    assert (layout.num_stages, layout.block_stages) == (4, 3)
+    assert [layout.stages_of(rank) for rank in range(3)] == [(1,), (2,), (0, 3)]
+    assert Layout.from_json(layout.to_json()) == layout
 
 
 @pytest.mark.parametrize(

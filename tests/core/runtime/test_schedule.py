@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from holmes_core.runtime.schedule import gpipe_order, one_f_one_b_order
+from holmes_core.runtime.schedule import embedding_on_last_order, gpipe_order, one_f_one_b_order
 from tests.core.runtime import pipeline_models as models
 from tests.models.pipeline import Workers, actions, assert_same
 
@@ -64,6 +64,25 @@ def test_1f1b_that_runs_ahead_of_slow_edges() -> None:
         for kind in "FB":
             assert [i for _, k, i in actions(order[stage]) if k == kind] == list(range(n))
     assert one_f_one_b_order(3, n, [0, 0, 0]) == one_f_one_b_order(3, n)
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+@pytest.mark.parametrize("n", [4, 5, 12])
+@pytest.mark.parametrize("slow", [0, 2])
+def test_embedding_on_the_last_rank(pp: int, n: int, slow: int) -> None:
+    ahead = [slow] * (pp - 1) + [0]
+    order = embedding_on_last_order(pp, n, ahead)
+    plain = one_f_one_b_order(pp, n, ahead)
+    for rank in range(pp):
+        blocks = [(stage - 1, kind, i) for stage, kind, i in actions(order[rank]) if stage]
+        assert blocks == actions(plain[rank])
+    last = actions(order[pp - 1])
+    for kind in "FB":
+        assert [i for stage, what, i in last if (stage, what) == (0, kind)] == list(range(n))
+    # The first blocks have so many micro-batches in flight before their first backward; no fewer are embedded by then.
+    first_backward = last.index((pp, "B", 0))
+    in_flight = [kind for _, kind, _ in actions(order[0])].index("B")
+    assert sum(stage == 0 for stage, *_ in last[:first_backward]) >= in_flight
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
