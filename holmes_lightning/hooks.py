@@ -155,6 +155,7 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
                 self._build()
             else:  # too large to be made whole after the last run: still split
                 self._move(self.root_device)
+            self._load_pending()
             fitting = trainer.state.fn == self._lightning("trainer.states").TrainerFn.FITTING
             if fitting:
                 self._resumed, self._feeds_after = False, None
@@ -282,6 +283,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         if trainer.fit_loop.epoch_loop.batch_idx % accumulate == 0:  # as in loops/optimization/automatic.py
             for param in engine.gradients.params.values():
                 param.grad = None
+        with self._named_failures():
+            self._check_saving()
         scaler = getattr(self.precision_plugin, "scaler", None)
 
         def step(micro_batch: Any) -> Any:
@@ -389,6 +392,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         """Make the module whole again on every rank, unless a rank failed."""
         engine = self._engine
         self._restore_late = None
+        with self._named_failures():
+            self._finish_saving(together=not self._failed)
         if self._feeds is not None:
             self._feeds.release()
         if engine is not None and self.config.traffic_file and not self._failed:

@@ -53,6 +53,7 @@ _CHOICES = {
     "sharding": ("optimizer", "none"),
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
+    "checkpoint": ("single", "sharded"),
     "embedding": ("auto", "first", "last"),
     "checkpoint": ("single", "sharded"),
     "partition": ("auto", "equal", "paper"),

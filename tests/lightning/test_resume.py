@@ -52,6 +52,16 @@ def test_goes_on_where_it_stopped(farm: Farm, tmp_path: Path, step: int, options
     _both(farm, tmp_path, step, **(SHORT | options))
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_goes_on_from_a_folder(farm: Farm, tmp_path: Path, background: bool) -> None:
+    config = {**PP2, "checkpoint": "sharded", "checkpoint_async": background}
+    _both(farm, tmp_path, 3, config=config, **SHORT)
+    assert {p.name for p in (tmp_path / "at3.ckpt").iterdir()} == {
+        "rank-00000.safetensors", "rank-00001.safetensors", "state.pt", "holmes_checkpoint.json",
+    }  # fmt: skip
+    assert not list(tmp_path.glob(".*"))
+
+
 @pytest.mark.parametrize(("step", "workers"), [(3, 0), pytest.param(7, 2, marks=pytest.mark.slow)])
 def test_replicas_go_on_where_they_stopped(farm: Farm, tmp_path: Path, step: int, workers: int) -> None:
     _both(farm, tmp_path, step, config={"pp": 1, "dp": 2}, **(SHORT | {"dp": 2, "workers": workers}))

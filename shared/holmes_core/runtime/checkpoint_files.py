@@ -34,6 +34,7 @@ __all__ = [
     "damaged",
     "put_in_place",
     "read_manifest",
+    "refuse_if_full",
     "remove",
     "replaced_path",
     "saving_path",
@@ -372,3 +373,11 @@ def storage_error(error: OSError, *, path: Path, place: str, needed: int | None 
         if full
         else "give a folder that every rank can write to",
     )
+
+
+def refuse_if_full(folder: Path, path: Path, place: str, needed: int) -> None:
+    """Raise HolmesError, before anything is written, where a folder's disk has less room than is needed."""
+    stat = os.statvfs(folder)
+    if needed > stat.f_bavail * stat.f_frsize:
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+        raise storage_error(full, path=path, place=place, needed=needed)

@@ -16,10 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from holmes_core.errors import HolmesError
+from holmes_core.runtime.checkpoint import Reads
+from holmes_core.runtime.checkpoint_parts import Part, local_chunks, part_of, placeholder
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.shard import SHARD_ATTRIBUTE, TensorShard, get_shard
 from holmes_core.runtime.split import slots
-from holmes_core.runtime.state_optimizer import full_optimizer_state, load_optimizer_state
+from holmes_core.runtime.state_optimizer import (
+    full_optimizer_state,
+    load_optimizer_state,
+    sharded_optimizer_state,
+)
 from holmes_core.runtime.state_transfer import ModelTensors, check_same, collect, describe, few
 from holmes_core.runtime.tp_split import unwrap
 
@@ -29,7 +35,10 @@ __all__ = [
     "load_optimizer_state",
     "load_state_dict",
     "model_bytes",
+    "replicated_state_dict",
     "restore_whole",
+    "sharded_optimizer_state",
+    "sharded_state_dict",
 ]
 
 _EXTRA = "_extra_state"
@@ -71,18 +80,68 @@ def full_state_dict(engine: Engine, *, everywhere: bool = False) -> dict[str, An
             found.append(found[same])
             continue
         ranks = engine.plan.grid.ranks[engine.pp_rank_of(item.stage)][0]
-        whole = collect(
-            engine, item.tensor, item.shard, ranks=ranks, shape=shape, dtype=dtype, everywhere=everywhere
-        )
+        whole = collect(engine, item.tensor, item.shard, ranks=ranks, shape=shape, dtype=dtype, everywhere=everywhere)
         found.append(torch.empty(shape, dtype=dtype, device="meta") if whole is None else whole)
     state.update({item.name: tensor for item, tensor in zip(items, found, strict=True)})
     return state
 
 
-def load_state_dict(
-    engine: Engine, state: Mapping[str, Any], *, strict: bool = True
-) -> tuple[list[str], list[str]]:
-    """Load the whole model's state; this rank copies what it holds. Not collective: every rank is given all of it.
+def sharded_state_dict(engine: Engine) -> dict[str, Any]:
+    """Return the state dict of the whole model with placeholders for tensors. Collective over all ranks.
+
+    A parameter may be saved by any replica of the stage that holds it; a buffer by the first replica, as replicas may
+    have computed different ones.
+
+    Args:
+        engine: The engine, after `split`.
+
+    Returns:
+        The keys of ``engine.root.state_dict()`` in their order, on every rank; see
+        `holmes_core.runtime.checkpoint_parts`. What is no tensor is this rank's own.
+
+    Raises:
+        HolmesError: The ranks' models differ in names, or a tensor has no values.
+    """
+    state, tensors, place = _local_state(engine), ModelTensors(engine), engine.place
+    items = [
+        tensors.item(key, value)
+        for key, value in state.items()
+        if isinstance(value, Tensor) and not key.endswith(_EXTRA)
+    ]
+    check_same(engine, [item.name for item in items], "tensors")
+    found: list[Tensor] = []
+    for row, (item, (same, dtype, shape, _)) in enumerate(zip(items, describe(engine, items), strict=True)):
+        if same != row:
+            found.append(found[same])
+            continue
+        part = Part(name=item.name, shape=shape, dtype=dtype)
+        on_stage = engine.pp_rank_of(item.stage) == place.pp and not item.tensor.is_meta
+        one_of = isinstance(item.tensor, nn.Parameter) or place.dp == 0
+        if on_stage and one_of and (item.shard is not None or place.tp == 0):
+            part.tensor = item.tensor
+            part.chunks = local_chunks(shape, item.shard, place.tp, engine.plan.layout.tp)
+        found.append(placeholder(part))
+    state.update({item.name: tensor for item, tensor in zip(items, found, strict=True)})
+    return state
+
+
+def replicated_state_dict(module: nn.Module) -> dict[str, Any]:
+    """Return a module's state dict with placeholders for tensors that every rank holds whole (`restore_whole`)."""
+    found = dict(module.state_dict(keep_vars=True))
+    made: dict[int, Tensor] = {}
+    for key, value in found.items():
+        if isinstance(value, Tensor) and not key.endswith(_EXTRA):
+            shape = tuple(value.shape)
+            part = Part(name=key, shape=shape, dtype=value.dtype, tensor=value, chunks=local_chunks(shape))
+            found[key] = made.setdefault(id(value), placeholder(part))
+    return found
+
+
+def load_state_dict(engine: Engine, state: Mapping[str, Any], *, strict: bool = True) -> tuple[list[str], list[str]]:
+    """Load the whole model's state; this rank copies what it holds. Every rank is given all of it.
+
+    Not collective, except where the state comes from a sharded checkpoint: each rank reads its parts then, and all
+    ranks raise what one of them meets.
 
     Goes through the module's own ``load_state_dict``, so that hooks and the user's overrides see the keys.
 
@@ -101,21 +160,28 @@ def load_state_dict(
     own = {k: v for k, v in _local_state(engine).items() if isinstance(v, Tensor) and not k.endswith(_EXTRA)}
     local: dict[str, Any] = {}
     wrong: list[str] = []
+    reads, place = Reads(), engine.place
     for key, value in state.items():
         target = own.get(key)
         local[key] = value
         if target is None or not isinstance(value, Tensor):
             continue
         item = tensors.item(key, target)
-        if tuple(value.shape) != item.shape:
-            if not (value.dim() == 1 and value.numel() == 1 and item.shape == ()):  # torch takes [x] for a scalar
-                wrong.append(f"{key}: {tuple(value.shape)} in the state, {item.shape} in the model")
+        one = value.dim() == 1 and value.numel() == 1 and item.shape == ()  # torch takes [x] for a scalar
+        if tuple(value.shape) != item.shape and not one:
+            wrong.append(f"{key}: {tuple(value.shape)} in the state, {item.shape} in the model")
         elif target.is_meta:
             local[key] = torch.empty(tuple(target.shape), dtype=target.dtype, device="meta")
+        elif (part := part_of(value)) is not None:
+            local[key] = reads.want(part, item.shard, place.tp, engine.plan.layout.tp)
+        elif value.is_meta:
+            wrong.append(f"{key}: its values are not in the state (a hook computed with it while it was loaded)")
         elif item.shard is not None:
             local[key] = _take(item.shard, value, engine)
     missing: list[str] = []
     unexpected: list[str] = []
+    if any(part_of(value) is not None for value in state.values()):
+        reads.run_together(engine.groups.world, skip=bool(wrong))
     if not wrong:
         try:
             with warnings.catch_warnings():

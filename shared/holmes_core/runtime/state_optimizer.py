@@ -16,12 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from holmes_core.errors import HolmesError
+from holmes_core.runtime.checkpoint import Reads
+from holmes_core.runtime.checkpoint_parts import Part, has_placeholders, local_chunks, map_tree, part_of, placeholder
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.split import slots
-from holmes_core.runtime.state_transfer import check_same, collect, shards_of
+from holmes_core.runtime.state_transfer import check_same, collect, raise_together, shards_of
 
-__all__ = ["full_optimizer_state", "load_optimizer_state"]
+__all__ = ["full_optimizer_state", "load_optimizer_state", "sharded_optimizer_state"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,9 +72,7 @@ def _answers_for(engine: Engine) -> dict[int, bool]:
     }
 
 
-def _pack(
-    state: Any, shape: tuple[int, ...], shard: TensorShard | None
-) -> tuple[Any, list[Tensor], Tensor | None]:
+def _pack(state: Any, shape: tuple[int, ...], shard: TensorShard | None) -> tuple[Any, list[Tensor], Tensor | None]:
     """Take the tensors out of the state of a parameter of this shape; also the first that cannot be joined."""
     tensors: list[Tensor] = []
     odd: list[Tensor] = []
@@ -106,15 +106,6 @@ def _unpack(
     return _map(skeleton, fetch)
 
 
-def _raise_together(engine: Engine, problem: HolmesError | None) -> None:
-    flag = torch.tensor([int(problem is not None)])
-    dist.all_reduce(flag, group=engine.groups.world)
-    if int(flag):
-        problems: list[HolmesError | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(problems, problem, group=engine.groups.world)
-        raise next(found for found in problems if found is not None)
-
-
 def full_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return an optimizer's state for the whole model, as one process would have it. Collective over all ranks.
 
@@ -128,6 +119,70 @@ def full_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer) -> di
 
     Raises:
         HolmesError: A state cannot be joined over tensor-parallel ranks.
+    """
+    packed, params, told, mine, outside = _gather(engine, optimizer)
+    shards = shards_of(engine)
+    whole: dict[Any, Any] = {}
+    for index, param in params.items():
+        if index in told:
+            tensors = mine[index][1] if index in mine else []
+            ranks, skeleton = told[index]
+            whole[index] = _unpack(engine, skeleton, ranks, tensors, shards.get(id(param)))
+    return {**packed, "state": {**whole, **outside} if engine.rank == 0 else {}}
+
+
+def sharded_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, prefix: str) -> dict[str, Any]:
+    """Return an optimizer's state for the whole model, with placeholders for tensors. Collective over all ranks.
+
+    Args:
+        engine: The engine, after `build`.
+        optimizer: This rank's optimizer.
+        prefix: Begins the tensors' names, which go on with the parameter's name and the state's.
+
+    Returns:
+        On rank 0 what ``optimizer.state_dict()`` returns in one process; elsewhere the states that this rank steps.
+
+    Raises:
+        HolmesError: A state cannot be cut over tensor-parallel ranks.
+    """
+    packed, params, told, mine, outside = _gather(engine, optimizer)
+    shards, place, tp = shards_of(engine), engine.place, engine.plan.layout.tp
+    names: dict[int, str] = {}
+    for name, _, _, own_param in slots(engine.root):
+        names.setdefault(id(own_param), name)
+    found: dict[Any, Any] = {}
+    for index, param in params.items():
+        if index not in told or (engine.rank != 0 and index not in mine):
+            continue
+        own, shard = iter(mine[index][1] if index in mine else ()), shards.get(id(param))
+
+        def stand_in(slot: Any, path: tuple[str, ...]) -> Any:
+            if not isinstance(slot, _Slot):
+                return slot
+            if slot.value is not None:
+                return torch.tensor(slot.value, dtype=slot.dtype).reshape(slot.shape)
+            part = Part(name="/".join((prefix, names[id(param)], *path)), shape=slot.shape, dtype=slot.dtype)  # noqa: B023
+            tensor = next(own, None)  # noqa: B023
+            if tensor is not None and (shard is not None or place.tp == 0):  # noqa: B023
+                part.tensor, part.chunks = tensor, local_chunks(slot.shape, shard, place.tp, tp)  # noqa: B023
+            return placeholder(part)
+
+        found[index] = map_tree(told[index][1], stand_in)
+    return {**packed, "state": {**found, **outside} if engine.rank == 0 else found}
+
+
+_Told = dict[Any, tuple[Sequence[int], Any]]
+_Mine = dict[Any, tuple[Any, list[Tensor]]]
+
+
+def _gather(
+    engine: Engine, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, Any], dict[Any, Tensor], _Told, _Mine, dict[Any, Any]]:
+    """Agree on the states that there are.
+
+    Returns:
+        What the optimizer packs; its parameters by number; on rank 0 (elsewhere only what is here) the holders of each
+        state and its form; this rank's states as form and tensors; rank 0's states of parameters outside the model.
     """
     packed = dict(optimizer.state_dict())
     params = _numbered(optimizer, packed["param_groups"])
@@ -143,30 +198,26 @@ def full_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer) -> di
             mine[index] = skeleton, tensors
             if odd is not None and shard is not None:
                 problem = _odd_shape(optimizer, odd, shard)
-    _raise_together(engine, problem)
+    raise_together(problem, engine.groups.world)
     grid = engine.plan.grid
     holders = [grid.ranks[place.pp][place.dp] for place in map(grid.coordinates, range(grid.world_size))]
     messages: list[Any] = [{} for _ in holders]
     own = {index: skeleton for index, (skeleton, _) in mine.items()}
     dist.gather_object(own, messages if engine.rank == 0 else None, dst=0, group=engine.groups.world)
     messages[engine.rank] = own
-    told = {
+    told: _Told = {
         index: (holders[rank], skeleton)
         for rank in sorted(range(len(messages)), key=lambda r: r == holders[r][0])  # the joining ranks' word is last
         for index, skeleton in messages[rank].items()
     }
-    whole: dict[Any, Any] = {}
-    for index, param in params.items():
-        if index in told:
-            tensors = mine[index][1] if index in mine else []
-            ranks, skeleton = told[index]
-            whole[index] = _unpack(engine, skeleton, ranks, tensors, shards.get(id(param)))
     outside = {i: state for i, state in packed["state"].items() if i not in params or id(params[i]) not in here}
-    return {**packed, "state": {**whole, **outside} if engine.rank == 0 else {}}
+    return packed, params, told, mine, outside
 
 
 def load_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a state that `full_optimizer_state` or one process made; this rank keeps what it steps. Not collective.
+    """Load a state that `full_optimizer_state` or one process made; this rank keeps what it steps.
+
+    Not collective, except where the state comes from a sharded checkpoint (as in `state.load_state_dict`).
 
     Args:
         engine: The engine, after `build`.
@@ -188,12 +239,15 @@ def load_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, state
     params = _numbered(optimizer, groups)
     in_model = {id(param): param for _, _, _, param in slots(engine.root)}
     kept: dict[Any, Any] = {}
+    reads = Reads()
     for number, value in state["state"].items():
         index = _number(number)
         param = params.get(index)
         own = in_model.get(id(param))
         if own is None or (not own.is_meta and engine.gradients.steps(own)):
-            kept[index] = _map(value, _cutter(engine, optimizer, param))
+            kept[index] = _map(value, _cutter(engine, optimizer, param, reads))
+    if has_placeholders(state["state"]):
+        reads.run_together(engine.groups.world)
     optimizer.load_state_dict({**state, "state": kept, "param_groups": groups})
 
 
@@ -201,18 +255,22 @@ def _number(index: Any) -> Any:
     return int(index) if isinstance(index, str) and index.isdigit() else index
 
 
-def _cutter(engine: Engine, optimizer: torch.optim.Optimizer, param: Tensor | None) -> Callable[[Any], Any]:
+def _cutter(
+    engine: Engine, optimizer: torch.optim.Optimizer, param: Tensor | None, reads: Reads
+) -> Callable[[Any], Any]:
     shard = get_shard(param) if param is not None else None
 
     def cut(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if shard is not None and tuple(value.shape) == shard.full_shape:
+        part = part_of(value)
+        fits = shard is not None and tuple(value.shape) == shard.full_shape
+        if part is not None and (fits or shard is None or value.numel() == 1):
+            return reads.want(part, shard if fits else None, engine.place.tp, engine.plan.layout.tp)
+        if shard is not None and fits:
             return shard.take(value, engine.place.tp, engine.plan.layout.tp)
         if shard is not None and value.numel() != 1:
             raise _odd_shape(optimizer, value, shard)
         return value.clone()  # torch takes over what it is given, and the step would write into the caller's state
 
     return cut
-
-

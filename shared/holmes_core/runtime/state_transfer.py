@@ -21,7 +21,7 @@ from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.split import slots
 from holmes_core.runtime.tensor_parallel import plan_tensor_parallel
 
-__all__ = ["Item", "ModelTensors", "check_same", "collect", "describe", "few", "shards_of"]
+__all__ = ["Item", "ModelTensors", "check_same", "collect", "describe", "few", "raise_together", "shards_of"]
 
 _MAX_DIMS = 8
 _DTYPES = (
@@ -30,6 +30,7 @@ _DTYPES = (
     *(torch.complex64, torch.complex128, torch.complex32),
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 )
+
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)  # gloo knows few dtypes; bytes are bytes
@@ -148,9 +149,7 @@ class ModelTensors:
         return Item(name=name, tensor=tensor, stage=stage, shard=shard)
 
 
-def _buffers(
-    engine: Engine, stages: Mapping[str, frozenset[int]]
-) -> Iterator[tuple[str, nn.Module, str, Tensor, int]]:
+def _buffers(engine: Engine, stages: Mapping[str, frozenset[int]]) -> Iterator[tuple[str, nn.Module, str, Tensor, int]]:
     """Yield every buffer with the stage whose value counts.
 
     Blocks: their stage. Elsewhere: the last stage, which runs the user's whole step, except for modules that it does
@@ -225,13 +224,20 @@ def describe(engine: Engine, items: Sequence[Item]) -> list[tuple[int, torch.dty
             do="load weights into the model, or initialise it, before its state is saved",
         )
     return [
-        (same, _DTYPES[dtype], tuple(shape[:dims]), lacking)
-        for lacking, _, same, dtype, dims, *shape in table.tolist()
+        (same, _DTYPES[dtype], tuple(shape[:dims]), lacking) for lacking, _, same, dtype, dims, *shape in table.tolist()
     ]
+
+
+def raise_together(problem: Exception | None, group: dist.ProcessGroup) -> None:
+    """Raise the problem of the lowest rank that has one, on all ranks. Collective over the group (on the CPU)."""
+    flag = torch.tensor([int(problem is not None)])
+    dist.all_reduce(flag, group=group)
+    if int(flag):
+        problems: list[Exception | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(problems, problem, group=group)
+        raise next(found for found in problems if found is not None)
 
 
 def few(names: Sequence[str], limit: int = 5) -> str:
     """Return the first names, and how many more there are."""
     return ", ".join(map(repr, names[:limit])) + (f" and {len(names) - limit} more" if len(names) > limit else "")
-
-

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from holmes_core.errors import HolmesError
 
-__all__ = ["TensorFile", "TensorInFile"]
+__all__ = ["DTYPES", "TensorFile", "TensorInFile"]
 
-_DTYPES: Mapping[str, torch.dtype] = {
+DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -91,7 +91,7 @@ class TensorFile:
             self.tensors: dict[str, TensorInFile] = {}
             for name, entry in header.items():
                 begin, end = entry["data_offsets"]
-                dtype, shape = _DTYPES[entry["dtype"]], tuple(entry["shape"])
+                dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
                 if end - begin != math.prod(shape) * dtype.itemsize or 8 + length + end > size:
                     raise ValueError(f"tensor {name} does not fit into {size:,} bytes: is the file cut off?")
                 self.tensors[name] = TensorInFile(self, dtype, shape, 8 + length + begin)
