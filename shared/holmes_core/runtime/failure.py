@@ -15,6 +15,7 @@ from types import TracebackType
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.cause import RankLost
 from holmes_core.runtime.watchdog import Watchdog
+from holmes_core.runtime.watchdog_process import patience
 
 __all__ = ["FailureLog"]
 
@@ -31,9 +32,8 @@ _SYMPTOMS = (
     "failed to recv",
     "Failed to recv",
 )
-# Shares of failure_timeout: how long the main thread has to raise by itself once the cause is known, and how long one
-# that has lost a connection waits for the cause (longer than a silent host is waited for).
-_GRACE, _WAIT = 0.15, 0.55
+# Share of failure_timeout: how long the main thread has to raise by itself once the cause is known.
+_GRACE = 0.15
 
 
 class FailureLog:
@@ -144,7 +144,7 @@ class FailureLog:
             self._watch.report(f"failed: {type(error).__name__}: {seen}"[:500])
             return error
         self._watch.symptom(_first_line(error))
-        self._arrived.wait(_WAIT * self._watch.limit)
+        self._arrived.wait(patience(self._watch.limit))
         self._claim()
         return self._heard or self._lost(error)
 

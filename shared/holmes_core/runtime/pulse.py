@@ -20,8 +20,7 @@ ACTIONS = (
     "starting",
     "in its first batch",
     "computing",
-    "waiting for an activation",
-    "waiting for a gradient",
+    "waiting for another stage",
     "evaluating",
     "reducing gradients",
     "between batches (data loader, optimizer, callbacks, checkpoint)",
@@ -59,14 +58,14 @@ class Pulse:
         begin = self._left = time.monotonic()
         v = self._values
         v[_STEP], v[_MICRO], v[_BUSY] = step, micro_batches, 1
-        self._do((2 if step else 1) if train else 5, begin)
+        self._do((2 if step else 1) if train else 4, begin)
         yield  # after an error what it did last is still told
         v[_BUSY] = 0
         now = time.monotonic()
         if train:
             v[_BATCHES] += 1
             v[_SECONDS] += now - begin
-        self._do(7, now)
+        self._do(6, now)
 
     @contextmanager
     def micro_batch(self, edge: int, *, waits: bool) -> Iterator[None]:
@@ -79,19 +78,19 @@ class Pulse:
         yield
         now = self._left = time.monotonic()
         v[_COMPUTE] += now - begin
-        self._do(3 + edge % 2, now)
+        self._do(3, now)
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
         """Around the reduction of gradients."""
         begin = time.monotonic()
         self._values[_BUSY] = 1
-        self._do(6, begin)
+        self._do(5, begin)
         yield
         now = time.monotonic()
         self._values[_REDUCE] += now - begin
         self._values[_BUSY] = 0
-        self._do(7, now)
+        self._do(6, now)
 
     # ---- read by watchdogs -----------------------------------------------------------------------------------------
     def busy_for(self, now: float) -> float:
@@ -103,12 +102,13 @@ class Pulse:
         """Say in words what a rank is doing."""
         if not record or not record[_SINCE]:
             return "before its first batch"
-        return f"at step {record[_STEP]:.0f}, {ACTIONS[int(record[_ACTION])]}"
+        action = ACTIONS[int(record[_ACTION])]
+        return f"{'after' if action.startswith('between') else 'at'} step {record[_STEP]:.0f}, {action}"
 
     @staticmethod
     def progress(record: Sequence[float]) -> tuple[float, float]:
         """Order ranks by how far they are: the one that keeps others waiting comes first."""
-        waits = int(record[_ACTION]) in (3, 4, 6)
+        waits = int(record[_ACTION]) in (3, 5)
         return record[_STEP], float(waits)
 
     @staticmethod

@@ -144,14 +144,14 @@ class Watchdog:
 
     def planned(self, plan: Plan) -> None:
         """Tell what the plan says: which links to watch, and which groups join this rank with which others."""
-        shared: dict[int, list[str]] = {}
+        shared: dict[int, dict[str, list[str]]] = {}
         for group in plan.groups_of(self.rank):
             if group.axis in ("tp", "dp", "edge"):
+                transport = group.transport
+                interface = transport.interface_on(self.host)
+                over = f"{transport.backend} {transport.net}" + (f" on {interface}" if interface else "")
                 for other in group.ranks:
-                    transport = group.transport
-                    interface = transport.interface_on(self.host)
-                    over = f"{transport.backend} {transport.net}" + (f" on {interface}" if interface else "")
-                    shared.setdefault(other, []).append(f"group {group.name} ({over})")
+                    shared.setdefault(other, {}).setdefault(over, []).append(group.name)
         links = [
             {
                 "peer": link.peer,
@@ -163,8 +163,12 @@ class Watchdog:
             for link in links_of(plan, self.rank)
             if link.own_address != self.address
         ]
+        words = {
+            other: "; ".join(f"{', '.join(names)} ({over})" for over, names in by_way.items())
+            for other, by_way in shared.items()
+        }
         pipeline = _pipeline(plan) if self.rank == 0 and plan.num_stages > 1 else None
-        self._tell(do="plan", links=links, shared={r: ", ".join(t) for r, t in shared.items()}, pipeline=pipeline)
+        self._tell(do="plan", links=links, shared=words, pipeline=pipeline)
 
     def listen(self, on: bool) -> None:
         """Begin or end a run: failures count only during one."""

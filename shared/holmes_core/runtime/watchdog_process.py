@@ -29,7 +29,7 @@ from holmes_core.runtime.cause import Cause, ended, message
 from holmes_core.runtime.pulse import Pulse
 from holmes_core.runtime.stragglers import Watcher
 
-__all__ = ["main", "neighbours"]
+__all__ = ["main", "neighbours", "patience"]
 
 _EVERYONE = 64  # ranks up to which each watchdog talks to all others
 _SIGNATURE = 16  # bytes
@@ -39,6 +39,11 @@ _DATAGRAM = 8192
 _BEAT, _SILENCE, _STOPPED, _STUCK, _ENDS = 1 / 30, 0.4, 0.33, 0.25, 0.5
 _SETTLE = 1.5  # seconds that a weak cause waits for a strong one
 _LINGER = 1.5  # seconds in which the last words are repeated
+
+
+def patience(limit: float) -> float:
+    """Return how long a rank that has lost a connection waits for the cause: until a silent host would be known."""
+    return _SILENCE * limit + 2 * _SETTLE + 1.0
 
 
 def neighbours(rank: int, world: int) -> set[int]:
@@ -199,7 +204,9 @@ class Watchdog:
         if self.cause is None and self.run:
             oom = _oom_kills() > self.oom
             found = ended(status, host=self.host, out_of_memory=oom)
-            if status is not None:
+            if self.symptom:
+                self._adopt(self._unexplained(self.symptom))
+            elif status is not None:
                 self._own(**found)
 
     def _own(self, **parts: Any) -> None:
@@ -227,6 +234,7 @@ class Watchdog:
 
     def _do_place(self, place: str) -> None:
         self.place = place
+        self.beat_at = 0.0  # others may need to name it soon
 
     def _do_plan(self, links: list[dict[str, Any]], shared: dict[str, str], pipeline: dict[str, Any] | None) -> None:
         self.shared = {int(rank): text for rank, text in shared.items()}

@@ -1,0 +1,16 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One warm process per session, from which the ranks of all runs are forked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.lightning.farm import Farm
+
+
+@pytest.fixture(scope="session")
+def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+    with Farm(tmp_path_factory.mktemp("failures"), "tests.failures.scenarios", "holmes_lightning.hooks") as farm:
+        yield farm
