@@ -23,7 +23,7 @@ from holmes_accelerate.process import enter, on_cpu
 from holmes_accelerate.wrappers import HolmesOptimizer, HolmesScheduler
 from holmes_core.config import HolmesConfig
 from holmes_core.plan.grid import make_grid
-from holmes_core.plan.layout import ModelFacts, choose_layout
+from holmes_core.plan.layout import ModelFacts, choose_layout, pin
 from holmes_core.runtime.call_mode import CallMode, named_parameter_slots, of_model
 from holmes_core.runtime.failure import FailureLog
 from holmes_core.runtime.setup import build_engine, share_random_state
@@ -49,6 +49,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
 
     _replicas, _replica = 1, 0
     _mode: CallMode | None = None
+    _freed: CallMode | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         plugin, kwargs = take_plugin(kwargs)
@@ -118,8 +119,10 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         if mode is None:
             if self._mode is not None:
                 raise refusals.second_model(self._mode.engine.root, model)
+            if self._freed is not None:
+                self._freed.close()
             mode = self._split(model)
-        self._mode = mode
+        self._mode, self._freed = mode, None
         if model not in self._models:
             self._models.append(model)
         return model
@@ -129,7 +132,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         with self._named_failures():
             engine = build_engine(
                 root=model,
-                config=self.holmes_config,
+                config=pin(self.holmes_config, self._layout),
                 device=self.device,
                 seed=share_random_state(),
                 meeting=self._meeting,
@@ -198,6 +201,17 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         """Go on in the middle of an epoch."""
         return share_batches(super().skip_first_batches(dataloader, num_batches), self._engine_or_none)
 
+    def free_memory(self, *objects: Any) -> Any:
+        """Let go of everything that was prepared; another model may be prepared then. All ranks call it."""
+        objects = super().free_memory(*objects)
+        # The same model may be prepared again (transformers.Trainer does that), so its groups are closed later.
+        self._mode, self._freed = None, self._mode or self._freed
+        return objects
+
+    def clear(self, *objects: Any) -> Any:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
     def _engine_or_none(self) -> Any:
         return self._mode.engine if self._mode is not None else None
 
@@ -255,6 +269,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
             raise named from None
 
     def end_training(self) -> None:
-        """Finish trackers and leave the job."""
+        """Finish the checkpoint that is being saved and trackers, and leave the job."""
+        self.finish_saving()
         self._failures.close()
         super().end_training()

@@ -17,7 +17,7 @@ from torch import Tensor
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import HolmesError
 from holmes_core.plan.grid import make_grid
-from holmes_core.plan.layout import ModelFacts, choose_layout
+from holmes_core.plan.layout import ModelFacts, choose_layout, pin
 from holmes_core.runtime.call_mode import CallMode, named_parameter_slots, of_model
 from holmes_core.runtime.call_mode_data import replica_batches
 from holmes_core.runtime.environment import set_missing
@@ -140,7 +140,7 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
                 with self._named_failures():
                     engine = build_engine(
                         root=module,
-                        config=self.config,
+                        config=pin(self.config, self._layout),
                         device=self.root_device,
                         seed=share_random_state(),
                         meeting=self._meeting,

@@ -21,9 +21,16 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from holmes_core.errors import ConfigError
 
-__all__ = ["Feed", "Feeds", "RandomState", "progress_of"]
+__all__ = ["Feed", "Feeds", "RandomState", "batch_size_of", "progress_of"]
 
 RandomState = dict[str, Any]
+
+
+def batch_size_of(trainer: Any) -> int | None:
+    """Return the training loader's ``batch_size``, or a data module's, before any loader is made; None if not known."""
+    source = getattr(getattr(trainer.fit_loop, "_data_source", None), "instance", None)
+    found = [getattr(one, "batch_size", None) for one in (source, getattr(source, "hparams", None))]
+    return next((size for size in found if isinstance(size, int) and size > 0), None)
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

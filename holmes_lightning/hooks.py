@@ -21,12 +21,13 @@ from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.environment import set_missing
 from holmes_core.runtime.failure import FailureLog
 from holmes_core.runtime.memory import fits_in_memory
+from holmes_core.runtime.probe import StepHint
 from holmes_core.runtime.setup import build_engine, check_degrees, share_random_state
 from holmes_core.runtime.start import Meeting, host_name, join, meet
 from holmes_core.runtime.traffic import gather_traffic, write_traffic
 from holmes_lightning.checkpoints import CheckpointHooks
 from holmes_lightning.collectives import CollectiveHooks
-from holmes_lightning.feed import Feeds, progress_of
+from holmes_lightning.feed import Feeds, batch_size_of, progress_of
 from holmes_lightning.metrics import connect_metrics, metric_path, release_metrics
 from holmes_lightning.refusals import name_several_optimizers, refuse_optimizers, refuse_unsupported
 from holmes_lightning.steps import StepRunner
@@ -184,6 +185,7 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
             seed=self._seed,
             convert=self.precision_plugin.convert_module,
             meeting=self._meeting,
+            hint=StepHint(batch=batch_size_of(root.trainer), precision=str(self.precision_plugin.precision)),
         )
         self.model = root
         self._engine, self._whole = engine, False

@@ -85,6 +85,8 @@ class Choice(Value):
         micro_batch_size: Samples per micro-batch.
         recompute: Whether blocks are recomputed in the backward pass.
         layers_per_stage: Blocks of each stage in pipeline order.
+        embedding_on_last: Whether the last rank runs the input embedding, too, and sends what it has embedded to the
+            first.
     """
 
     tp: int
@@ -96,6 +98,7 @@ class Choice(Value):
     micro_batch_size: int = 1
     recompute: bool = False
     layers_per_stage: tuple[int, ...] = ()
+    embedding_on_last: bool = False
 
     @property
     def pp(self) -> int:
@@ -143,6 +146,7 @@ class StageCosts:
         forward: Seconds per micro-batch, per stage.
         backward: The same, with recomputation where it is chosen.
         edges: The way from each stage to the next.
+        embedded: The way from the last rank to the first, where the last runs the embedding; else None.
         sent: Bytes one rank sends over an edge per micro-batch, in each direction.
         gradient_seconds: Per pp rank, per step: gradients summed, parameters handed out.
         gradient_bytes: Per pp rank: what its rings move between hosts in one step.
@@ -170,6 +174,7 @@ class StageCosts:
     reduce_bytes: tuple[int, ...]
     limit_bytes: tuple[int, ...]
     num_microbatches: int
+    embedded: Edge | None = None
 
     def send_seconds(self, edge: int) -> float:
         """Return how long an activation occupies an edge."""
@@ -186,6 +191,9 @@ class StageCosts:
             for port in (edge.source, edge.target):
                 if port:
                     ports[port] = ports.get(port, 0.0) + self.send_seconds(index)
+        if self.embedded is not None:
+            for port in (self.embedded.source, self.embedded.target):
+                ports[port] = ports.get(port, 0.0) + self.sent / self.embedded.bandwidth
         return max(ports.values())
 
 
@@ -303,7 +311,10 @@ class CostModel:
             backward.append(count * (back + (there if choice.recompute else 0.0)) + head[1])
             kept.append(x * (count * profile.boundary_bytes if choice.recompute else self._kept(at, stop, tp)))
             at = stop
-        parameters[0] += profile.embedding_parameters / tp
+        if choice.embedding_on_last:  # a shared matrix is there once
+            parameters[rank_of[-1]] += (profile.embedding_parameters - profile.tied_parameters) / tp
+        else:
+            parameters[0] += profile.embedding_parameters / tp
         parameters[rank_of[-1]] += profile.head_parameters / tp
         edges = tuple(self._edge(places[a], places[b], a == b, width) for a, b in pairwise(rank_of))
         gradient = [self._gradients(places[r], n, dp, tp) for r, n in enumerate(parameters)]
@@ -325,8 +336,11 @@ class CostModel:
                 else n * touched / (clusters[place.cluster].gpu.bandwidth * 1e9 * 0.7)
                 for n, place in zip(parameters, places, strict=True)
             ),
-            tied_seconds=self._tied(places, rank_of[-1], width, tp),
-            static_bytes=tuple(int(n * (self.per_parameter + self.states / dp)) + job.runtime_bytes for n in parameters),
+            tied_seconds=0.0 if choice.embedding_on_last else self._tied(places, rank_of[-1], width, tp),
+            embedded=self.network.edge(places[-1], places[0], width) if choice.embedding_on_last else None,
+            static_bytes=tuple(
+                int(n * (self.per_parameter + self.states / dp)) + job.runtime_bytes for n in parameters
+            ),
             activation_bytes=tuple(kept),
             transient_bytes=tuple(transient),
             reduce_bytes=tuple(int(n * self.grad_bytes) if dp > 1 else 0 for n in parameters),
@@ -348,6 +362,8 @@ class CostModel:
             pp=pp,
             port=costs.port_seconds(),
         )
+        if costs.embedded is not None:
+            pipeline += 2 * (costs.sent / costs.embedded.bandwidth + costs.embedded.latency)
         memory = []
         for rank in range(pp):
             stages = choice.stages_of(rank) if v > 1 else [rank]
@@ -368,7 +384,7 @@ class CostModel:
         for rank, work in zip(choice.ranks(), works, strict=True):
             per_rank[rank] += work
         links: dict[str, int] = {}
-        for edge in costs.edges:
+        for edge in (*costs.edges, *((costs.embedded,) if costs.embedded is not None else ())):
             if edge is INSIDE_RANK:
                 continue
             links[edge.label] = links.get(edge.label, 0) + 2 * m * costs.sent * choice.width

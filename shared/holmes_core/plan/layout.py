@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NoReturn
 
 from holmes_core.cluster.topology import Topology
@@ -12,7 +12,7 @@ from holmes_core.cluster.value import Value
 from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError
 
-__all__ = ["Layout", "ModelFacts", "choose_layout", "default_num_microbatches", "legal_tp", "nearest_layouts"]
+__all__ = ["Layout", "ModelFacts", "choose_layout", "default_num_microbatches", "legal_tp", "nearest_layouts", "pin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +170,11 @@ def _embedding_on_last(topology: Topology, config: HolmesConfig, model: ModelFac
     if config.embedding != "auto":
         return config.embedding == "last" and fits
     return fits and model.tied and config.rank_order is None and len(topology.clusters) > 1
+
+
+def pin(config: HolmesConfig, layout: Layout) -> HolmesConfig:
+    """Return the configuration with the degrees of a layout that was chosen already, before the model was known."""
+    return replace(config, pp=layout.pp, dp=layout.dp, tp=layout.tp)
 
 
 def legal_tp(topology: Topology, model: ModelFacts) -> tuple[int, ...]:

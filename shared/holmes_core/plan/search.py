@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from holmes_core.cluster.value import Value
+from holmes_core.config import EMBEDDING_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
@@ -27,6 +28,7 @@ __all__ = ["Candidate", "Limits", "SearchResult", "candidates", "search", "split
 _VIRTUAL = (2, 3, 4)
 _LARGEST_MICRO_BATCH = 64
 _ORDERS_IN_FULL = 3000  # predictions up to which every order of the clusters is tried with every layout
+_PERMUTED = 6  # clusters up to which all their orders are tried
 _SHORTLIST = 24
 _ACTIONS = 100_000  # most actions simulated in one search
 _SAME = 1e-3  # relative difference below which fewer stages, and a plainer order of clusters, win
@@ -46,7 +48,9 @@ class Limits(Value):
         num_microbatches: Micro-batches per replica's batch; looked at where the data loader decides the batch.
         recompute: Whether blocks are recomputed.
         last: Cluster that comes last in the pipeline, as a position in ``Hardware.clusters``.
+        first: Cluster that comes first.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
+        embedding: Which rank runs the input embedding: ``first``, ``last`` or, as jobs do it, ``auto``.
     """
 
     pp: int | None = None
@@ -58,7 +62,9 @@ class Limits(Value):
     num_microbatches: int | None = None
     recompute: bool | None = None
     last: int | None = None
+    first: int | None = None
     partition: str = "auto"
+    embedding: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,13 +96,14 @@ class SearchResult(Value):
     closest: Candidate | None = None
 
 
-def search(job: Job, limits: Limits | None = None, *, keep: int = 5) -> SearchResult:
+def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: CostModel | None = None) -> SearchResult:
     """Find the fastest layout of a job.
 
     Args:
         job: What is to be trained, on what.
         limits: What the user has fixed.
         keep: Most runners-up.
+        model: The job's costs, where they are known better than from the job alone.
 
     Returns:
         The fastest, and the runners-up.
@@ -105,8 +112,8 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5) -> SearchRe
         ConfigError: No layout is legal, or none fits the memory; says which comes closest.
     """
     limits = limits or Limits()
-    model = CostModel(job)
-    orders = _orders(len(job.hardware.clusters), limits.last)
+    model = model or CostModel(job)
+    orders = _orders(len(job.hardware.clusters), limits.last, limits.first)
     plain = list(candidates(model, limits, orders[:1]))
     rest = orders[1:]
     fitting = [one for one in plain if one.prediction.fits]
@@ -263,7 +270,9 @@ def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choic
             dp = width // tp
             if limits.tp not in (None, tp) or limits.dp not in (None, dp):
                 continue
-            plain = Choice(tp=tp, dp=dp, order=order, stages=stages)
+            plain = Choice(
+                tp=tp, dp=dp, order=order, stages=stages, embedding_on_last=_embedding_on_last(job, limits, pp)
+            )
             if job.replica_batch:
                 yield from _as_a_job_runs_it(job, limits, plain)
                 continue
@@ -274,7 +283,17 @@ def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choic
                     continue
                 m = job.batch // dp // x
                 for schedule, v in _schedules(limits, pp, m, len(profile.blocks)):
-                    yield replace(plain, schedule=schedule, virtual_stages=v, micro_batch_size=x)
+                    last = plain.embedding_on_last and schedule in EMBEDDING_SCHEDULES
+                    yield replace(
+                        plain, schedule=schedule, virtual_stages=v, micro_batch_size=x, embedding_on_last=last
+                    )
+
+
+def _embedding_on_last(job: Job, limits: Limits, pp: int) -> bool:
+    """Where a job runs the embedding, if nobody says: see ``HolmesConfig.embedding``."""
+    if limits.embedding != "auto" or pp == 1:
+        return limits.embedding == "last" and pp > 1
+    return job.profile.tied_parameters > 0 and len(job.hardware.clusters) > 1
 
 
 def _as_a_job_runs_it(job: Job, limits: Limits, plain: Choice) -> Iterator[Choice]:
@@ -299,6 +318,7 @@ def _as_a_job_runs_it(job: Job, limits: Limits, plain: Choice) -> Iterator[Choic
         schedule=layout.schedule,
         virtual_stages=layout.virtual_stages,
         micro_batch_size=-(-job.replica_batch // m),
+        embedding_on_last=plain.embedding_on_last and layout.schedule in EMBEDDING_SCHEDULES,
     )
 
 
@@ -364,12 +384,14 @@ def _resplit(model: CostModel, choice: Choice) -> Choice:
     return exact if model.predict(exact).fits else choice
 
 
-def _orders(count: int, last: int | None = None) -> list[tuple[int, ...]]:
+def _orders(count: int, last: int | None = None, first: int | None = None) -> list[tuple[int, ...]]:
     """Orders of the clusters along the pipeline; first the one a job takes whose rank 0 is in the first cluster."""
     plain = [(*(c for c in range(count) if c != end), end) for end in range(count)]
-    # With many clusters: each of them last once, the others as they are written.
-    orders = plain if count > 4 else [*plain, *(order for order in permutations(range(count)) if order not in plain)]
-    return [order for order in orders if last in (None, order[-1])]
+    # With many clusters: each of them last (or first) once, the others as they are written.
+    plain += [(end, *(c for c in range(count) if c != end)) for end in range(count)]
+    known = dict.fromkeys(plain)
+    orders = list(known) if count > _PERMUTED else list({**known, **dict.fromkeys(permutations(range(count)))})
+    return [order for order in orders if last in (None, order[-1]) and first in (None, order[0])]
 
 
 def _reordered(choice: Choice, order: tuple[int, ...]) -> Choice:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from holmes_core.cluster.value import Value
 from holmes_core.errors import HolmesError
 from holmes_core.plan.cost import Choice, CostModel, Prediction, StageCosts
-from holmes_core.plan.cost_network import INSIDE_RANK
+from holmes_core.plan.cost_network import INSIDE_RANK, Edge
 from holmes_core.plan.simulate_orders import Action, check_orders, make_orders
 
 __all__ = ["Event", "Simulation", "Transfer", "predict_by_simulation", "simulate"]
@@ -157,6 +157,8 @@ class _Run:
         self._rank_of = choice.ranks()
         self._last = choice.num_stages - 1
         self._record = record
+        self._lead = 0
+        self._micro_batches = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
         self._send_seconds = [costs.send_seconds(edge) for edge in range(len(costs.edges))]
         self._held = [0] * len(orders)
         self._peak = [0] * len(orders)
@@ -165,6 +167,10 @@ class _Run:
         self.transfers: list[Transfer] = []
 
     def run(self) -> None:
+        if self._costs.embedded is not None:
+            self._lead = len(self._orders) + 1
+            for micro_batch in range(min(self._lead, self._micro_batches)):
+                self._embed(micro_batch, 0.0)
         for rank in range(len(self._orders)):
             self._start_next(rank, 0.0)
         while self._heap:
@@ -196,13 +202,14 @@ class _Run:
 
     def _start_next(self, rank: int, now: float) -> None:
         if self._next[rank] == len(self._orders[rank]):
-            self.ends[rank] = now
+            self.ends[rank] = max(self.ends[rank], now)
             return
         action = self._orders[rank][self._next[rank]]
         stage, kind, micro_batch = action
         if kind != "W":
             key = ("F" if kind == "F" else "B", stage, micro_batch)
-            free = stage == 0 if kind == "F" else stage == self._last
+            first = stage == 0 and self._costs.embedded is None
+            free = first if kind == "F" else stage == self._last
             if not free and key not in self._there:
                 self._waiting[key] = rank
                 return
@@ -225,6 +232,29 @@ class _Run:
             self._send(stage, stage, stage + 1, "F", micro_batch, now)
         if kind in "BI" and stage > 0:
             self._send(stage - 1, stage, stage - 1, "B", micro_batch, now)
+        if self._costs.embedded is not None:
+            if kind == "F" and stage == self._last and micro_batch + self._lead < self._micro_batches:
+                self._embed(micro_batch + self._lead, now)
+            if kind in "BI" and stage == 0:  # the embedding's own gradient: little work, when it is there
+                self.ends[-1] = max(self.ends[-1], self._occupy(self._costs.embedded, "B", 0, micro_batch, now))
+
+    def _embed(self, micro_batch: int, now: float) -> None:
+        """The last rank sends an embedded micro-batch to the first."""
+        assert self._costs.embedded is not None
+        arrival = self._occupy(self._costs.embedded, "F", -1, micro_batch, now)
+        self._push(arrival, 0, None, ("F", 0, micro_batch))
+
+    def _occupy(self, edge: Edge, kind: str, stage: int, micro_batch: int, now: float) -> float:
+        """Send between the last rank and the first; return when it has arrived."""
+        last = len(self._orders) - 1
+        port = (edge.source if kind == "F" else edge.target) or "embedded"
+        start = max(now, self._port_free.get(port, 0.0))
+        end = start + self._costs.sent / edge.bandwidth
+        self._port_free[port] = end
+        if self._record:
+            ways = (last, 0) if kind == "F" else (0, last)
+            self.transfers.append(Transfer(*ways, kind, stage, micro_batch, start, end, end + edge.latency, edge.label))
+        return end + edge.latency
 
     def _send(self, index: int, stage: int, to: int, kind: str, micro_batch: int, now: float) -> None:
         edge = self._costs.edges[index]

@@ -15,14 +15,13 @@ from torch import nn
 
 from holmes_core.cluster.topology import Topology
 from holmes_core.config import HolmesConfig
-from holmes_core.errors import HolmesError
 from holmes_core.plan.environment import check_plan_environment, nccl_variables
 from holmes_core.plan.layout import ModelFacts, choose_layout
-from holmes_core.plan.plan import Plan, make_plan
-from holmes_core.runtime.chain import Chain, find_chain
+from holmes_core.plan.plan_file import check_followed, check_topology
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.environment import require_ofi_plugin, set_missing
-from holmes_core.runtime.model_facts import model_facts
+from holmes_core.runtime.planning import plan_by_rule, recompute_blocks, settle
+from holmes_core.runtime.probe import StepHint
 from holmes_core.runtime.process_groups import ProcessGroups
 from holmes_core.runtime.reach import check_links
 from holmes_core.runtime.start import Meeting, host_name, meet
@@ -42,23 +41,12 @@ def check_degrees(config: HolmesConfig, root: nn.Module, topology: Topology) -> 
     Raises:
         HolmesError: The degrees do not fit the ranks, or the model has no blocks to cut it at.
     """
+    check_topology(config, topology)
     if sum(p.numel() for p in root.parameters()) == 0:
         choose_layout(topology, config, ModelFacts(num_blocks=10**6))
         return
-    _plan(config, root, topology, "cpu")
-
-
-def _plan(config: HolmesConfig, root: nn.Module, topology: Topology, device_type: str) -> tuple[Chain, Plan]:
-    try:
-        chain = find_chain(root, config.split_points)
-    except HolmesError:
-        # Without stages there is nothing to cut: any model can be one piece.
-        whole = Chain(path=type(root).__name__, names=("",), blocks=(root,), front_end="whole model")
-        layout, _ = choose_layout(topology, config, ModelFacts(num_blocks=10**6))
-        if layout.num_stages > 1 or layout.tp > 1:
-            raise
-        return whole, make_plan(config, topology, ModelFacts(num_blocks=1), device_type=device_type)
-    return chain, make_plan(config, topology, model_facts(root, chain), device_type=device_type)
+    _, plan = plan_by_rule(config, root, topology, "cpu")
+    check_followed(config, plan)
 
 
 def share_random_state() -> int:
@@ -103,6 +91,7 @@ def build_engine(
     seed: int,
     convert: Callable[[nn.Module], nn.Module] | None = None,
     meeting: Meeting | None = None,
+    hint: StepHint | None = None,
 ) -> Engine:
     """Plan the job and make this rank's engine. Collective: all ranks call it with the same model.
 
@@ -113,6 +102,7 @@ def build_engine(
         seed: Seed of the run.
         convert: Converts the precision of a module in place.
         meeting: What the hosts said about themselves before the default group was made; None: they are asked now.
+        hint: What is known of the steps to come, for predictions.
 
     Returns:
         The engine, ready to train.
@@ -123,7 +113,9 @@ def build_engine(
     if meeting is None:
         meeting = meet(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout=config.timeout)
     topology = meeting.topology(config)
-    chain, plan = _plan(config, root, topology, device.type)
+    check_topology(config, topology)
+    config, chain, plan = settle(config, root, topology, device=device, hint=hint or StepHint())
+    check_followed(config, plan)
     if device.type == "cuda":
         check_plan_environment(plan, meeting.inventories)
         if any(group.transport.net == "OFI" for group in plan.groups_of(meeting.rank)):
@@ -136,6 +128,8 @@ def build_engine(
         print_plan(plan, warnings=meeting.warnings(topology, device.type))
     check_links(plan, meeting.rank)
     groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
+    if plan.recompute:
+        recompute_blocks(root)
     engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)
     if meeting.watch is not None:
         engine.pulse = meeting.watch.pulse

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a job decides for itself in its first seconds: degrees, order of clusters, blocks per stage, recomputation.
+
+The rule of ``choose_layout`` gives the usual layout. The search replaces it only where it is clearly faster by what was
+measured, or where the usual one does not fit the memory: a layout that changes with the noise of a measurement would
+change how many samples a step has. What the user has fixed is kept, and refused if it cannot fit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from holmes_core.cluster.probe import ProbeResult
+from holmes_core.cluster.topology import Topology
+from holmes_core.config import V_SCHEDULES, HolmesConfig
+from holmes_core.errors import ConfigError
+from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
+from holmes_core.plan.cost_network import Place
+from holmes_core.plan.grid import make_grid
+from holmes_core.plan.layout import Layout, choose_layout, default_num_microbatches
+from holmes_core.plan.partition import equal_partition
+from holmes_core.plan.probe import hardware_of
+from holmes_core.plan.profile import ModelProfile
+from holmes_core.plan.search import Candidate, Limits, candidates, search, split_blocks
+from holmes_core.plan.simulate import predict_by_simulation
+from holmes_core.plan.simulate_orders import SIMULATED
+
+__all__ = ["Decision", "Step", "decide"]
+
+#: What another layout, and another split of the blocks, must gain to be taken instead of the usual one.
+_CLEARLY_FASTER, _CLEARLY_BETTER = 1.05, 1.03
+_USUAL_BATCH = 8  # samples of a replica's batch where nobody knows
+_SHOWN = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What is known of the steps to come.
+
+    Args:
+        profile: The model at the steps' sequence length and precision.
+        precision: A key of ``cost.PRECISIONS``.
+        batch: Samples of one replica's batch; None: not known.
+        memory: Rank -> bytes it may use.
+        runtime_bytes: What every rank occupies besides the model.
+        trainable: Part of the parameters that is trained.
+        recomputes: Whether the model recomputes its blocks already.
+    """
+
+    profile: ModelProfile
+    precision: str
+    batch: int | None
+    memory: Mapping[int, int]
+    runtime_bytes: int
+    trainable: float = 1.0
+    recomputes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What was decided.
+
+    Args:
+        config: The user's configuration with what was decided filled in.
+        topology: The clusters in the order that makes the grid place them as decided.
+        prediction: Of the layout; None where the model is not known well enough.
+        recompute: Whether blocks are to be recomputed.
+        notes: Why, one sentence each.
+    """
+
+    config: HolmesConfig
+    topology: Topology
+    prediction: Prediction | None = None
+    recompute: bool = False
+    notes: tuple[str, ...] = ()
+
+
+class _PlacedModel(CostModel):
+    """Costs of the stages where the grid really puts them."""
+
+    def __init__(self, job: Job, topology: Topology, config: HolmesConfig) -> None:
+        super().__init__(job)
+        self._topology, self._config = topology, config
+        self._known: dict[tuple[object, ...], list[Place]] = {}
+        self._host_index = {
+            host.name: index for cluster in topology.clusters for index, host in enumerate(cluster.hosts)
+        }
+
+    def places(self, choice: Choice) -> list[Place]:
+        """Return where each pp rank's stage lies."""
+        key = (choice.order, choice.dp, choice.tp, choice.schedule in V_SCHEDULES)
+        if key not in self._known:
+            self._known[key] = self._placed(choice)
+        return self._known[key]
+
+    def _placed(self, choice: Choice) -> list[Place]:
+        turned = ordered(self._topology, choice.order)
+        config = self._config
+        grid = make_grid(
+            turned,
+            _layout_of(choice),
+            rank_order=config.rank_order,
+            last_stage_on_rank_zero=config.last_stage_on_rank_zero,
+        )
+        found = []
+        for stage in grid.ranks:
+            ranks = [rank for row in stage for rank in row]
+            counts: dict[int, int] = {}
+            for rank in ranks:
+                index = self._host_index[turned.host_of(rank).name]
+                counts[index] = counts.get(index, 0) + 1
+            found.append(
+                Place(
+                    cluster=self._topology.cluster_index(ranks[0]),
+                    first_host=min(counts),
+                    last_host=max(counts),
+                    per_host=max(counts.values()),
+                )
+            )
+        return found
+
+
+def ordered(topology: Topology, order: Sequence[int]) -> Topology:
+    """Return the topology with its clusters in another order."""
+    return replace(topology, clusters=tuple(topology.clusters[index] for index in order))
+
+
+def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeResult | None) -> Decision:
+    """Decide what the user has left open. The same input gives the same decision.
+
+    Args:
+        config: What the user said.
+        topology: Where the ranks run.
+        step: The model and the steps to come.
+        probe: What was measured; None: all ranks count as equally fast, but for ``cluster_speeds``.
+
+    Returns:
+        The decision, with the prediction of its layout.
+
+    Raises:
+        ConfigError: The degrees cannot be, or no layout that the user's settings allow fits the memory.
+    """
+    layout, _ = choose_layout(topology, config, step.profile.facts())
+    model = _PlacedModel(_job(config, topology, step, probe), topology, config)
+    fixed = _limits(config, topology, step)
+    grid = make_grid(
+        topology,
+        layout,
+        rank_order=config.rank_order,
+        last_stage_on_rank_zero=config.last_stage_on_rank_zero,
+    )
+    order = tuple(dict.fromkeys(topology.cluster_index(stage[0][0]) for stage in grid.ranks))
+    usual = _usual(model, config, layout, order, probe, fixed)
+    chosen, notes = usual, []
+    open_degrees = None in (config.pp, config.dp, config.tp) and not _described(config)
+    if open_degrees and (probe is not None or not _fits(model, usual, step)):
+        best = _best(model, fixed)
+        if best is not None and not _fits(model, usual, step):
+            chosen = best
+            notes.append(f"{_degrees(usual.choice)} would not fit the memory of the ranks")
+        elif best is not None and _speed(best) > _CLEARLY_FASTER * _speed(usual):
+            chosen = best
+            gain = _speed(best) / _speed(usual) - 1
+            notes.append(f"by what was measured {gain:.0%} more samples per second than {_degrees(usual.choice)}")
+    if not _fits(model, chosen, step):
+        raise _too_large(model, config, topology, step, chosen)
+    recompute = chosen.choice.recompute
+    if recompute and not step.recomputes and config.recompute is None:
+        notes.append("blocks are recomputed in the backward pass: without it the memory would not do")
+    return Decision(
+        config=_filled(config, chosen, usual, probe),
+        topology=ordered(topology, chosen.choice.order) if chosen.choice.order != order else topology,
+        prediction=chosen.prediction,
+        recompute=recompute,
+        notes=tuple(notes),
+    )
+
+
+def _job(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeResult | None) -> Job:
+    profile = step.profile
+    mean = sum(block.forward_flops for block in profile.blocks) / len(profile.blocks)
+    hardware = hardware_of(
+        topology, probe, block_flops=mean, memory=step.memory, declared=config.cluster_speeds or None
+    )
+    return Job(
+        profile=profile,
+        hardware=hardware,
+        batch=0,
+        replica_batch=step.batch or _USUAL_BATCH,
+        precision=step.precision,
+        runtime_bytes=step.runtime_bytes,
+        trainable=step.trainable,
+    )
+
+
+def _limits(config: HolmesConfig, topology: Topology, step: Step) -> Limits:
+    zero = topology.cluster_index(0) if config.last_stage_on_rank_zero and config.rank_order is None else None
+    v_schedule = config.schedule in V_SCHEDULES
+    return Limits(
+        pp=config.pp,
+        dp=config.dp,
+        tp=config.tp,
+        schedule=config.schedule,
+        virtual_stages=config.stages_per_rank,
+        micro_batch_size=config.micro_batch_size,
+        num_microbatches=config.num_microbatches,
+        recompute=True if step.recomputes else config.recompute,
+        last=None if v_schedule else zero,
+        first=zero if v_schedule else None,
+        partition=config.partition,
+        embedding=config.embedding,
+    )
+
+
+def _described(config: HolmesConfig) -> bool:
+    """Whether the user has said where the blocks go, or the ranks."""
+    return any(value is not None for value in (config.layers_per_stage, config.split_points, config.rank_order))
+
+
+def _usual(
+    model: CostModel,
+    config: HolmesConfig,
+    layout: Layout,
+    order: tuple[int, ...],
+    probe: ProbeResult | None,
+    fixed: Limits,
+) -> Candidate:
+    """Predict the usual layout, its blocks split as the user said, or evenly unless another split is clearly better."""
+    batch = model.job.replica_batch
+    try:
+        m = default_num_microbatches(batch, layout)
+    except ConfigError:  # it needs larger batches than are assumed; the data loader decides
+        m, batch = 1, layout.block_stages
+    stages = dict(enumerate(layout.stages_per_cluster))
+    choice = Choice(
+        tp=layout.tp,
+        dp=layout.dp,
+        order=order,
+        stages=tuple(stages[index] for index in order),
+        schedule=layout.schedule,
+        virtual_stages=layout.virtual_stages,
+        micro_batch_size=-(-batch // m),
+        recompute=bool(fixed.recompute),
+        embedding_on_last=layout.embedding_on_last,
+    )
+    found = _with_blocks(model, config, choice, probe)
+    if found.prediction.fits or fixed.recompute is not None:
+        return found
+    return _with_blocks(model, config, replace(choice, recompute=True), probe)
+
+
+def _with_blocks(model: CostModel, config: HolmesConfig, choice: Choice, probe: ProbeResult | None) -> Candidate:
+    blocks = len(model.job.profile.blocks)
+    if config.layers_per_stage is not None:
+        return _predict(model, choice, config.layers_per_stage)
+    even = _predict(model, choice, equal_partition(blocks, choice.num_stages))
+    if config.partition == "equal" or (probe is None and even.prediction.fits and not config.cluster_speeds):
+        return even
+    layers = split_blocks(model, choice, config.partition)
+    if layers is None:
+        return even
+    split = _predict(model, choice, layers)
+    better = _speed(split) > _CLEARLY_BETTER * _speed(even)
+    needed = split.prediction.fits and not even.prediction.fits
+    return split if better or needed or config.partition == "paper" or config.cluster_speeds else even
+
+
+def _predict(model: CostModel, choice: Choice, layers: Sequence[int]) -> Candidate:
+    choice = replace(choice, layers_per_stage=tuple(layers))
+    exact = choice.schedule in SIMULATED
+    return Candidate(choice=choice, prediction=predict_by_simulation(model, choice) if exact else model.predict(choice))
+
+
+def _best(model: CostModel, limits: Limits) -> Candidate | None:
+    try:
+        return search(model.job, limits, model=model).best
+    except ConfigError:  # nothing fits
+        return None
+
+
+def _fits(model: CostModel, one: Candidate, step: Step) -> bool:
+    """Whether a layout fits; with one sample per micro-batch where the batch is not known."""
+    if one.prediction.fits or step.batch is not None:
+        return one.prediction.fits
+    return model.predict(replace(one.choice, micro_batch_size=1)).fits
+
+
+def _speed(one: Candidate) -> float:
+    return one.prediction.tokens_per_second
+
+
+def _degrees(choice: Choice) -> str:
+    return f"pp {choice.pp} x dp {choice.dp} x tp {choice.tp}"
+
+
+def _layout_of(choice: Choice) -> Layout:
+    return Layout(
+        tp=choice.tp,
+        dp=choice.dp,
+        stages_per_cluster=choice.stages,
+        virtual_stages=choice.virtual_stages,
+        schedule=choice.schedule,
+    )
+
+
+def _filled(config: HolmesConfig, chosen: Candidate, usual: Candidate, probe: ProbeResult | None) -> HolmesConfig:
+    choice = chosen.choice
+    changes: dict[str, object] = {}
+    if _degrees(choice) != _degrees(usual.choice):
+        changes.update(pp=choice.pp, dp=choice.dp, tp=choice.tp)
+    even = equal_partition(sum(choice.layers_per_stage), choice.num_stages)
+    by_rule = config.partition == "paper" and not config.cluster_speeds and probe is not None
+    if not _described(config) and (choice.layers_per_stage != even or by_rule):
+        changes.update(layers_per_stage=choice.layers_per_stage)
+    return replace(config, **changes) if changes else config  # type: ignore[arg-type]
+
+
+def _too_large(
+    model: CostModel, config: HolmesConfig, topology: Topology, step: Step, chosen: Candidate
+) -> ConfigError:
+    """The layout, who misses how much, and the nearest layouts that fit."""
+    p, choice = chosen.prediction, chosen.choice
+    costs = model.stage_costs(choice)
+    places = model.places(choice)
+    lines = []
+    for rank, (need, have) in enumerate(zip(p.memory_bytes, p.limit_bytes, strict=True)):
+        if need > have:
+            cluster = topology.clusters[places[rank].cluster]
+            host = cluster.hosts[places[rank].first_host].name
+            lines.append(
+                f"pipeline rank {rank} ({cluster.name}, host {host}): needs {gib(need)}, may use {gib(have)}: "
+                f"{gib(need - have)} ({need - have:,} bytes) are missing; weights, gradients, optimizer and runtime "
+                f"take {gib(costs.static_bytes[rank])}"
+            )
+    more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+    near = _nearest(model, config, topology, step, choice)
+    do = (
+        "use the nearest that fits:\n" + "\n".join(f"- {line}" for line in near)
+        if near
+        else "use more ranks, shorter sequences or a lower precision: no layout of these ranks fits"
+    )
+    return ConfigError(
+        seen=f"{choice.describe()} does not fit the memory, as predicted:\n" + "\n".join(lines[:_SHOWN]) + more,
+        where="the layout, before training",
+        means="the ranks would run out of memory (predicted with AdamW's two states; memory_limit: 0 starts anyway)",
+        do=do,
+    )
+
+
+def _nearest(model: CostModel, config: HolmesConfig, topology: Topology, step: Step, chosen: Choice) -> list[str]:
+    fixed = _limits(config, topology, step)
+    found: list[tuple[tuple[int, float], str]] = []
+    sizes: list[int | None] = [fixed.micro_batch_size] if fixed.num_microbatches is None else [None]
+    if chosen.micro_batch_size > 1:
+        sizes.append(1)
+    for size in sizes:
+        loose = replace(
+            fixed, pp=None, dp=None, tp=None, recompute=None, micro_batch_size=size,
+            num_microbatches=fixed.num_microbatches if size is None else None, partition="auto",
+        )  # fmt: skip
+        for one in candidates(model, loose, [chosen.order]):
+            choice = one.choice
+            if not one.prediction.fits:
+                continue
+            changes = [
+                f"{name}: {getattr(choice, name)}"
+                for name in ("pp", "dp", "tp")
+                if getattr(choice, name) != getattr(chosen, name)
+            ]
+            if choice.recompute and not chosen.recompute:
+                changes.append("recompute: true")
+            if size == 1 and choice.micro_batch_size != chosen.micro_batch_size:
+                changes.append("micro_batch_size: 1")
+            if choice.layers_per_stage != chosen.layers_per_stage and len(choice.layers_per_stage) == len(
+                chosen.layers_per_stage
+            ):
+                changes.append(f"layers_per_stage: {list(choice.layers_per_stage)}")
+            most = max(one.prediction.memory_bytes)
+            text = f"{', '.join(changes)}: {choice.describe()}, {gib(most)} on the fullest rank"
+            found.append(((len(changes), -_speed(one)), text))
+    return list(dict.fromkeys(text for _, text in sorted(found)))[:3]
+
+
+def gib(count: float) -> str:
+    """Write bytes for people."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

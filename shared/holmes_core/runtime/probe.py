@@ -1,0 +1,431 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure how fast each rank computes the model's own block, and how fast the links are, in a job's first seconds.
+
+All ranks compute at the same time, as they do in training: ranks of a host share its processors and memory. The block
+runs in a copy of the model with two blocks and a small vocabulary, so that a model of any size can be measured.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
+
+from holmes_core.cluster.exchange import say
+from holmes_core.cluster.limits import available_memory, cpu_cores, resident_bytes
+from holmes_core.cluster.probe import (
+    LinkRate,
+    ProbeResult,
+    RankSpeed,
+    cache_path,
+    gather,
+    key_of,
+    listen,
+    measure_links,
+    read_result,
+    write_result,
+)
+from holmes_core.cluster.topology import Topology
+from holmes_core.errors import ConfigError
+from holmes_core.plan.probe import pairs_of
+from holmes_core.runtime.chain import find_chain
+from holmes_core.runtime.model_facts import hugging_face_model
+
+__all__ = ["StepHint", "Waits", "measure_speed", "rank_memory", "read_probe", "run_probe"]
+
+#: A control group's processor quota comes in slices of up to 100 ms: shorter measurements see bursts or pauses.
+_WINDOW = 0.12
+_WINDOWS = 5
+_LONGEST = 2.5  # seconds for one size of micro-batch
+_SMALL_VOCABULARY = 8192
+_MOST_SAMPLES = 8
+_USABLE = 0.92  # of a GPU's memory, before fragmentation makes an allocation fail
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepHint:
+    """What is known of a step before the first batch has come.
+
+    Args:
+        batch: Samples of one replica's batch; None: not known.
+        seq: Tokens of one sample; None: what the model was made for, at most 4096.
+        precision: Lightning's or Accelerate's name, for autocast; None: none.
+    """
+
+    batch: int | None = None
+    seq: int | None = None
+    precision: str | None = None
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """The type that autocast computes in."""
+        if self.precision in ("bf16-mixed", "bf16"):
+            return torch.bfloat16
+        return torch.float16 if self.precision in ("16-mixed", "fp16") else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """How long ranks wait for each other, in seconds.
+
+    Args:
+        arrive: For all ranks to begin.
+        measure: For each thing that is measured.
+    """
+
+    arrive: float = 600.0
+    measure: float = 30.0
+
+
+def rank_memory(device: torch.device, ranks_on_host: int) -> tuple[int, int]:
+    """Return the bytes this rank may use, and those it occupies already."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        own = torch.cuda.memory_reserved(device)
+        return int(total * _USABLE), max(0, total - free - own)
+    own = resident_bytes()
+    return available_memory() // max(1, ranks_on_host) + own, own
+
+
+def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samples: int, seq: int) -> RankSpeed:
+    """Measure what this rank takes for one block of a model and for what surrounds the blocks.
+
+    Args:
+        root: The user's module, whole or on the meta device; not changed.
+        device: This rank's device.
+        hint: Precision.
+        samples: Samples of a micro-batch.
+        seq: Tokens of a sample.
+
+    Returns:
+        The times; rank, host and memory are left to the caller.
+
+    Raises:
+        Exception: Whatever the model raises when a small copy of it is made or run.
+    """
+    samples = min(samples, _MOST_SAMPLES)
+    sync = torch.cuda.synchronize if device.type == "cuda" else _nothing
+    context = torch.autocast(device.type, hint.autocast) if hint.autocast else nullcontext()
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), context:
+        found = hugging_face_model(root)
+        if found is None:
+            return _matrix_products(root, device, samples * seq, samples, sync)
+        copy, vocabulary = _small_copy(found[1], device)
+        blocks = find_chain(copy).blocks
+        ids = torch.randint(0, copy.config.get_text_config().vocab_size, (samples, seq), device=device)
+        args, kwargs = _inputs_of(blocks[-1], lambda: copy(input_ids=ids, labels=ids))
+        large = _passes(lambda: blocks[-1](*args(samples), **kwargs(samples)), sync)
+        small = large
+        if samples > 1:
+            small = _passes(lambda: blocks[-1](*args(1), **kwargs(1)), sync)
+        whole = _passes(lambda: copy(input_ids=ids, labels=ids).loss, sync)
+        optimizer = _optimizer_seconds(blocks[-1], sync)
+    per_sample, fixed = [], []
+    for one, many in zip(small, large, strict=True):
+        slope = (many - one) / (samples - 1) if samples > 1 else many
+        # Noise may turn the line: then all of it is taken to grow with the batch.
+        slope = slope if 0 < slope <= many / samples else many / samples
+        per_sample.append(slope)
+        fixed.append(max(0.0, many - samples * slope))
+    head = [max(0.0, all_ - len(blocks) * block) / samples for all_, block in zip(whole, large, strict=True)]
+    return RankSpeed(
+        rank=0,
+        host="",
+        samples=samples,
+        forward=per_sample[0],
+        backward=per_sample[1],
+        forward_fixed=fixed[0],
+        backward_fixed=fixed[1],
+        head_forward=head[0] * vocabulary,
+        head_backward=head[1] * vocabulary,
+        optimizer=optimizer,
+    )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _small_copy(model: nn.Module, device: torch.device) -> tuple[Any, float]:
+    """Return the model with two blocks and at most 8192 words, and how many times as large the real vocabulary is."""
+    config: Any = type(model.config).from_dict(model.config.to_dict())  # type: ignore[union-attr, operator]
+    text = config.get_text_config()
+    text.num_hidden_layers = 2
+    if getattr(text, "layer_types", None):
+        text.layer_types = list(text.layer_types)[-2:]
+    words = text.vocab_size
+    text.vocab_size = min(words, _SMALL_VOCABULARY)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(getattr(text, name, None), int) and getattr(text, name) >= text.vocab_size:
+            setattr(text, name, None)
+    config.use_cache = text.use_cache = False
+    dtypes = [p.dtype for p in model.parameters() if p.is_floating_point()]
+    with torch.device("cpu"):
+        copy = type(model)(config)
+    return copy.to(device=device, dtype=max(set(dtypes), key=dtypes.count)).train(), words / text.vocab_size
+
+
+def _inputs_of(
+    block: nn.Module, run: Callable[[], Any]
+) -> tuple[Callable[[int], list[Any]], Callable[[int], dict[str, Any]]]:
+    """Run the model once and keep what a block is called with, for any number of samples up to the run's."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+
+    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.append((args, kwargs))
+
+    handle = block.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        run()
+    finally:
+        handle.remove()
+    args, kwargs = seen[0]
+    hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
+    batch = hidden.shape[0]
+
+    def cut(value: Any, count: int) -> Any:
+        if isinstance(value, Tensor):
+            part = value.detach()[:count] if value.dim() and value.shape[0] == batch else value.detach()
+            return part.requires_grad_() if value is hidden else part
+        if isinstance(value, tuple):
+            return tuple(cut(one, count) for one in value)
+        return value
+
+    return (
+        lambda count: [cut(value, count) for value in args],
+        lambda count: {name: cut(value, count) for name, value in kwargs.items()},
+    )
+
+
+def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward pass: medians over windows, each of many passes."""
+    forward: list[float] = []
+    backward: list[float] = []
+    start = time.perf_counter()
+    _one_pass(run, sync)  # the first one allocates, loads kernels and chooses algorithms
+    while len(forward) < _WINDOWS and (len(forward) < 2 or time.perf_counter() - start < _LONGEST):
+        there, back, count = 0.0, 0.0, 0
+        while there + back < _WINDOW:
+            f, b = _one_pass(run, sync)
+            there, back, count = there + f, back + b, count + 1
+        forward.append(there / count)
+        backward.append(back / count)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _one_pass(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
+    sync()
+    begin = time.perf_counter()
+    out = run()
+    out = out[0] if isinstance(out, tuple) else out
+    sync()
+    middle = time.perf_counter()
+    out.backward(torch.ones_like(out))
+    sync()
+    return middle - begin, time.perf_counter() - middle
+
+
+def _optimizer_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
+    params = [p for p in block.parameters() if p.grad is not None]
+    optimizer = torch.optim.AdamW(params, lr=0.0)
+    optimizer.step()
+    times: list[float] = []
+    for _ in range(_WINDOWS):
+        spent, count = 0.0, 0
+        while spent < _WINDOW / 2:
+            sync()
+            begin = time.perf_counter()
+            optimizer.step()
+            sync()
+            spent, count = spent + time.perf_counter() - begin, count + 1
+        times.append(spent / count)
+    return statistics.median(times) / sum(p.numel() for p in params)
+
+
+def _matrix_products(
+    root: nn.Module, device: torch.device, rows: int, samples: int, sync: Callable[[], None]
+) -> RankSpeed:
+    """A model of an unknown kind: the products of its block's matrices, which take most of its time."""
+    block = find_chain(root).blocks[-1]
+    matrices = [
+        torch.randn(p.shape, dtype=p.dtype, device=device).requires_grad_() for p in block.parameters() if p.dim() == 2
+    ]
+    if not matrices:
+        raise ConfigError(seen=f"{type(block).__name__} has no matrices", do="give cluster_speeds")
+    inputs = [torch.randn(rows, m.shape[1], dtype=m.dtype, device=device).requires_grad_() for m in matrices]
+
+    def run() -> Tensor:
+        return torch.stack([(x @ m.t()).sum() for x, m in zip(inputs, matrices, strict=True)]).sum()
+
+    forward, backward = _passes(run, sync)
+    return RankSpeed(rank=0, host="", samples=samples, forward=forward / samples, backward=backward / samples)
+
+
+def run_probe(
+    root: nn.Module,
+    topology: Topology,
+    *,
+    store: Any,
+    rank: int,
+    device: torch.device,
+    hint: StepHint,
+    samples: int,
+    seq: int,
+    waits: Waits | None = None,
+    fresh: bool = False,
+) -> ProbeResult:
+    """Measure every rank and every class of links, or take what was measured before. Collective.
+
+    Args:
+        root: The user's module.
+        topology: Where the ranks run.
+        store: The job's store.
+        rank: This rank.
+        device: Its device.
+        hint: Precision.
+        samples: Samples of a micro-batch.
+        seq: Tokens of a sample.
+        waits: Bounds.
+        fresh: Measure, whatever is in the cache.
+
+    Returns:
+        The same on every rank.
+
+    Raises:
+        HolmesError: A rank did not come, or hangs; names it.
+    """
+    waits = waits or Waits()
+    world = topology.world_size
+    store = PrefixStore(f"holmes/probe/{store.add(f'holmes/probes/{rank}', 1)}", store)
+    host = topology.host_of(rank).name
+    say(store, rank=rank, text=f"host {host}: beginning to measure")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    facts = {"host": host, "device": name, "cores": cpu_cores(), "threads": torch.get_num_threads()}
+    arrived = gather(
+        store, "facts", json.dumps(facts), rank=rank, world_size=world, timeout=waits.arrive, doing="before measuring"
+    )
+    block = _block_of(root, samples, seq, hint)
+    text = ""
+    if rank == 0:
+        key = key_of(topology.to_json(), [json.loads(one) for one in arrived], block, _versions())
+        known = None if fresh else read_result(cache_path(key))
+        text = json.dumps({"key": key, "known": known.to_json() if known is not None else None})
+    said = gather(
+        store, "decided", text, rank=rank, world_size=world, timeout=waits.measure, doing="looking into the cache"
+    )
+    decided = json.loads(said[0])
+    if decided["known"] is not None:
+        return ProbeResult.from_json(decided["known"])
+    start = time.perf_counter()
+    say(store, rank=rank, text=f"host {host}: computing a block of the model")
+    memory, occupied = rank_memory(device, len(topology.host_of(rank).ranks))
+    problem = ""
+    try:
+        speed = measure_speed(root, device=device, hint=hint, samples=samples, seq=seq)
+    except Exception as error:  # whatever the user's model raises
+        speed, problem = None, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    pairs = pairs_of(topology, device.type)
+    with listen() as server:
+        own = {
+            "port": server.getsockname()[1],
+            "problem": problem,
+            "speed": replace(
+                speed, rank=rank, host=host, device=name, cores=cpu_cores(), memory=memory, occupied=occupied
+            ).to_json()
+            if speed is not None
+            else None,
+        }
+        parts = gather(
+            store, "speed", json.dumps(own), rank=rank, world_size=world, timeout=waits.measure, doing="computing"
+        )
+        reports = [json.loads(part) for part in parts]
+        failed = [(number, one["problem"]) for number, one in enumerate(reports) if one["problem"]]
+        if failed:
+            raise ConfigError(
+                seen=f"a small copy of the model cannot be measured: {failed[0][1]}",
+                where=f"rank {failed[0][0]}" + (f" and {len(failed) - 1} more" if len(failed) > 1 else ""),
+                do="`probe: off` plans without measuring; cluster_speeds declares how fast clusters are",
+            )
+        say(store, rank=rank, text=f"host {host}: measuring links")
+        ports = [one["port"] for one in reports]
+        mine = measure_links(store, pairs, rank=rank, server=server, ports=ports, timeout=waits.measure / 2)
+        links = gather(
+            store, "links", json.dumps({index: link.to_json() for index, link in mine.items()}),
+            rank=rank, world_size=world, timeout=waits.measure, doing="measuring links",
+        )  # fmt: skip
+    found: dict[int, LinkRate] = {}
+    for part in links:
+        found.update({int(index): LinkRate.from_json(link) for index, link in json.loads(part).items()})
+    result = ProbeResult(
+        speeds=tuple(RankSpeed.from_json(one["speed"]) for one in reports),
+        links=tuple(found[index] for index in sorted(found)),
+        model=block["name"],
+        seconds=time.perf_counter() - start,
+        key=decided["key"],
+    )
+    # The same number on all ranks, and in the cache: rank 0's.
+    shared = gather(
+        store, "result", json.dumps(result.to_json()) if rank == 0 else "", rank=rank, world_size=world,
+        timeout=waits.measure, doing="sharing what was measured",
+    )[0]  # fmt: skip
+    result = ProbeResult.from_json(json.loads(shared))
+    if rank == 0:
+        with suppress(OSError):  # a read-only home: the next job measures again
+            write_result(cache_path(result.key), result)
+    return result
+
+
+def read_probe(path: str, topology: Topology) -> ProbeResult:
+    """Read what `holmes probe -o` has written, for a job with the same hosts.
+
+    Raises:
+        ConfigError: The file cannot be read, or is about other ranks or hosts.
+    """
+    result = read_result(Path(path))
+    if result is None:
+        raise ConfigError(
+            seen=f"{path} holds no measurements", where="HolmesConfig.probe", do="write it with `holmes probe -o FILE`"
+        )
+    there = {speed.rank: speed.host for speed in result.speeds}
+    here = {rank: topology.host_of(rank).name for rank in range(topology.world_size)}
+    if there != here:
+        other = next((rank for rank in sorted({*there, *here}) if there.get(rank) != here.get(rank)), 0)
+        raise ConfigError(
+            seen=f"{path} was measured with rank {other} on {there.get(other, 'no host')}; "
+            f"here it runs on {here.get(other, 'no host')}",
+            where="HolmesConfig.probe",
+            do="measure this job's hosts: start `holmes probe -o FILE` as the job is started, or use probe: auto",
+        )
+    return result
+
+
+def _block_of(root: nn.Module, samples: int, seq: int, hint: StepHint) -> dict[str, Any]:
+    """Return what identifies the block that is measured."""
+    found = hugging_face_model(root)
+    chain = find_chain(root)
+    shapes = sorted({str((tuple(p.shape), str(p.dtype))) for p in chain.blocks[-1].parameters()})
+    kind = type(found[1]).__name__ if found else type(root).__name__
+    words = 0 if found is None else int(getattr(found[1].config.get_text_config(), "vocab_size", 0))  # type: ignore[union-attr, operator]
+    name = f"{type(chain.blocks[-1]).__name__} of {kind}, {samples} x {seq} tokens"
+    return {"name": name, "shapes": shapes, "words": words, "precision": str(hint.autocast)}
+
+
+def _versions() -> list[str]:
+    found = [str(torch.__version__)]
+    for name in ("transformers", "holmes-parallel"):
+        try:
+            found.append(version(name))
+        except PackageNotFoundError:
+            found.append("")
+    return found
