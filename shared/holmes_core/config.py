@@ -53,14 +53,13 @@ _CHOICES = {
     "sharding": ("optimizer", "none"),
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
-    "checkpoint": ("single", "sharded"),
     "embedding": ("auto", "first", "last"),
     "checkpoint": ("single", "sharded"),
     "partition": ("auto", "equal", "paper"),
 }
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
-_FLAGS = ("check_loss", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan")
+_FLAGS = ("check_loss", "defer_weights", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan")
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
 
 
@@ -96,6 +95,10 @@ class HolmesConfig(Value):
     run_ahead: int = 0
     """Micro-batches that 1f1b runs ahead at each pipeline edge between clusters, to hide the slow link's round trip;
     costs their activations. The numbers stay the same."""
+
+    defer_weights: bool = False
+    """Whether 1f1b puts off the weights' part of its first and last backward passes, to be idle less at the start and
+    the end of a batch (as ZB-H1); costs the activations of as many micro-batches. The numbers stay the same."""
 
     overlap: bool = True
     """Whether gradients are summed over replicas while the last backward of a step still runs."""

@@ -290,6 +290,23 @@ FAST = (
         config=_config(pp=2, tp=2, embedding="last", schedule="gpipe"),
     ),
     Case(
+        name="pp3_defer_weights",
+        description="first and last backward passes in two parts; few samples now and then",
+        config=_config(pp=3, dp=2, defer_weights=True),
+        model="gpt2",
+        tied=True,
+        accumulate=2,
+        **CHANGING,
+    ),
+    Case(
+        name="pp2_dp2_defer_weights_embedding_on_last_rank",
+        description="both, running ahead, with replicas",
+        config=_config(pp=2, dp=2, embedding="last", defer_weights=True, run_ahead=1),
+        tied=True,
+        clip=0.5,
+        uneven=True,
+    ),
+    Case(
         name="pp4_zbv",
         description="eight stages on four ranks, zero bubble",
         config=_config(pp=4, schedule="zbv"),

@@ -128,7 +128,7 @@ def _stages_in_wrong_order(engine: Any) -> None:
 
 def _another_schedule(engine: Any) -> Callable[[], None]:
     right = engine_module.build_schedule
-    engine_module.build_schedule = lambda name, *args: right("gpipe", *args)
+    engine_module.build_schedule = lambda name, *args, **kwargs: right("gpipe", *args, **kwargs)
 
     def undo() -> None:
         engine_module.build_schedule = right

@@ -16,6 +16,7 @@ from holmes_core.runtime.schedule import _fits as fits
 from holmes_core.runtime.setup import build_engine
 from holmes_core.runtime.shard import get_shard
 from holmes_core.runtime.torch_compat import get_schedule_class
+from tests.models.pipeline import actions
 from tests.parity.cases import Case
 from tests.parity.mistakes import made
 from tests.parity.reference import autocast, batch_of, build_model, make_optimizer, train_alone
@@ -200,6 +201,9 @@ def torch_order(schedule: str, engine: Any, num_microbatches: int) -> list[tuple
         return [(s, "F", i) for s in local for i in range(num_microbatches)] + [
             (s, "B", i) for s in reversed(local) for i in range(num_microbatches)
         ]
+    if engine.config.defer_weights or engine.config.run_ahead:  # lists of our own: tests/core/runtime/test_schedule.py
+        listed = engine._schedules[num_microbatches].pipeline_order[engine.place.pp]
+        return [(stage - own, kind, i) for stage, kind, i in actions(listed) if stage >= own]
     cls = get_schedule_class(_TORCH_NAMES[schedule])
     if schedule in SINGLE_STAGE:  # the last local stage: the first may be an embedding
         recording = _Recording(stages[-1])
@@ -209,12 +213,4 @@ def torch_order(schedule: str, engine: Any, num_microbatches: int) -> list[tuple
         theirs._step_microbatches([()] * num_microbatches, [{}] * num_microbatches)
         return recording.seen
     theirs = cls(stages, num_microbatches, loss_fn=lambda *_: None, scale_grads=False)
-    letters = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
-    order = []
-    for action in theirs.pipeline_order[engine.place.pp]:
-        if action is None:
-            continue
-        for part in action.sub_actions or (action,):
-            if part.computation_type.name in letters:
-                order.append((part.stage_index, letters[part.computation_type.name], part.microbatch_index))
-    return order
+    return actions(theirs.pipeline_order[engine.place.pp])

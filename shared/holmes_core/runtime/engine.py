@@ -115,9 +115,7 @@ class Engine:
             Window(stage=s, start=starts[s], stop=starts[s + 1], is_first=s == 0, is_last=s == self.num_stages - 1)
             for s in range(self.num_stages)
         ]
-        self.stages_of_rank = {
-            p: list(layout.stages_of(p)) for p in range(layout.pp)
-        }
+        self.stages_of_rank = {p: list(layout.stages_of(p)) for p in range(layout.pp)}
         self.local_stages = self.stages_of_rank[self.place.pp]
         self.holds_last = self.num_stages - 1 in self.local_stages
         #: Steps of every batch trained so far; part of each micro-batch's seed.
@@ -374,7 +372,12 @@ class Engine:
                 if run.train:
                     if n not in self._schedules:
                         self._schedules[n] = build_schedule(
-                            self.plan.layout.schedule, self.stages, n, self.stages_of_rank, self._ahead()
+                            self.plan.layout.schedule,
+                            self.stages,
+                            n,
+                            self.stages_of_rank,
+                            self._ahead(),
+                            split=self.config.defer_weights,
                         )
                     run_schedule(self._schedules[n])
                 else:
