@@ -28,7 +28,7 @@ def test_what_is_in_a_checkpoint(whole_run: dict[str, Any]) -> None:
     folder = Path(whole_run["folder"]) / "checkpoint"
     assert {p.name for p in folder.iterdir()} == {
         "model.safetensors", "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "random_states_1.pkl", "done.txt",
-        "holmes_state.json",
+        "holmes_state.json", "holmes_checkpoint.json",
     }  # fmt: skip
     state = torch.load(folder / "optimizer.bin", weights_only=True)
     assert len(state["state"]) == sum(len(group["params"]) for group in state["param_groups"])  # every stage's part
@@ -44,6 +44,20 @@ def test_resume(farm: Farm, whole_run: dict[str, Any], config: dict[str, Any] | 
         assert found["rates"] == pytest.approx(whole_run["rates"][14:], rel=1e-9)
         for name, value in found.get("weights", {}).items():
             torch.testing.assert_close(value, whole_run["weights"][name], rtol=0, atol=2e-5, msg=name)
+
+
+def test_resume_from_parts(farm: Farm, whole_run: dict[str, Any]) -> None:
+    sharded = {**PP2, "checkpoint": "sharded"}
+    run = farm.run(SCRIPT, world=2, config=sharded, name="loop.py", words=[*LOOP, "--save_at", "14"])
+    folder = Path(run.values[0]["folder"]) / "checkpoint"
+    names = {p.name for p in folder.iterdir()}
+    assert {"state.pt", "rank-00000.safetensors", "rank-00001.safetensors", "scheduler.bin"} <= names
+    assert not {"model.safetensors", "optimizer.bin"} & names
+    for config in (PP2, {"pp": 1}):
+        words = [*LOOP, "--resume", str(folder)]
+        (found, *_) = farm.run(SCRIPT, world=config["pp"], config=config, name="loop.py", words=words).values
+        assert found["losses"] == pytest.approx(whole_run["losses"][14:], rel=1e-5)
+        assert found["rates"] == pytest.approx(whole_run["rates"][14:], rel=1e-9)
 
 
 def test_trainer_resumes(farm: Farm, plain: Callable[..., dict[str, Any]]) -> None:
