@@ -55,7 +55,6 @@ def test_version(capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["probe"], "`probe` is not in this release yet"),
         (["convrt"], "unknown command `convrt` (did you mean 'convert'?)"),
         (["fly"], "unknown command `fly`. See `holmes --help`."),
     ],

@@ -38,12 +38,9 @@ def main(argv: list[str] | None = None) -> int:
     command = parser.parse_args(words[:1]).command
     if command in _COMMANDS:
         return _COMMANDS[command][1](words[1:])
-    if command in _LATER:
-        problem = f"`{command}` is not in this release yet. There are: {', '.join(_COMMANDS)}."
-    else:
-        from holmes_core.errors import did_you_mean
+    from holmes_core.errors import did_you_mean
 
-        problem = f"unknown command `{command}`{did_you_mean(command, _COMMANDS)}. See `holmes --help`."
+    problem = f"unknown command `{command}`{did_you_mean(command, _COMMANDS)}. See `holmes --help`."
     print(f"holmes: {problem}", file=sys.stderr)
     return 2
 
@@ -114,6 +111,12 @@ def _config(words: list[str]) -> int:
     return config(words)
 
 
+def _probe(words: list[str]) -> int:
+    from holmes_core.probe_command import main as probe
+
+    return probe(words)
+
+
 def _doctor(words: list[str]) -> int:
     from holmes_core.doctor.command import main as doctor
 
@@ -164,13 +167,13 @@ _COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "config": ("write a holmes.yaml for `accelerate launch` and `holmes launch`", _config),
     "detect": ("what this host's networks are, and what a job can use of them", _detect),
     "topology": ("the clusters of a job: who shares a fabric with whom, and why", _topology),
+    "probe": ("measure a job's ranks with a model's own block, and the links between its hosts", _probe),
     "doctor": ("what is wrong: with this host, with other hosts, or by the logs of a job", _doctor),
     "plan": ("find the fastest layout for a model on declared clusters", _plan),
     "simulate": ("replay a step: times, memory, bytes per link, a timeline", _simulate),
     "lab": ("clusters with unequal networks on this Linux machine, to try things in", _lab),
     "version": ("print the versions that matter", _version),
 }
-_LATER = ("probe",)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -18,7 +18,7 @@ from holmes_core.cluster.topology import Topology, build_topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, HolmesError
 
-__all__ = ["main"]
+__all__ = ["leave_together", "main", "place_in_job"]
 
 _LAUNCHERS = {"RANK": ("RANK", "SLURM_PROCID"), "WORLD_SIZE": ("WORLD_SIZE", "SLURM_NTASKS")}
 
@@ -99,15 +99,8 @@ def _topology_file(path: Path) -> Topology | None:
 
 def _from_job(given: argparse.Namespace) -> tuple[Topology, tuple[str, ...]] | None:
     """Ask every rank of the job; None on all ranks but the first."""
-    env = os.environ
-    numbers = {}
-    for name, spellings in _LAUNCHERS.items():
-        text = next((env[one] for one in spellings if env.get(one)), "")
-        if text and not text.isdecimal():
-            raise ConfigError(seen=f"{name} {text!r}", where="environment", do="start the job by torchrun or srun")
-        numbers[name] = int(text) if text else None
-    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
-    if rank is None or world_size is None:
+    place = place_in_job()
+    if place is None:
         raise ConfigError(
             seen="no launcher: RANK and WORLD_SIZE (or SLURM_PROCID and SLURM_NTASKS) are not set",
             where="holmes topology",
@@ -115,11 +108,11 @@ def _from_job(given: argparse.Namespace) -> tuple[Topology, tuple[str, ...]] | N
             do="start it like the job: `torchrun --nnodes ... --no-python holmes topology`, or `srun "
             "--ntasks-per-node=1 holmes topology`; for files use --from, for this host alone `holmes detect`",
         )
-    _set_meeting_place(env)
+    rank, world_size = place
     from holmes_core.runtime.start import meet
 
     meeting = meet(rank=rank, world_size=world_size, timeout=given.timeout)
-    _leave_together(meeting.store, rank, world_size)
+    leave_together(meeting.store, rank, world_size)
     if rank != 0:
         return None
     topology = _topology(given, meeting.inventories)
@@ -138,7 +131,23 @@ def _set_meeting_place(env: Mapping[str, str]) -> None:
     set_missing({"MASTER_ADDR": expand_hosts(nodes, where="SLURM_JOB_NODELIST")[0], "MASTER_PORT": str(port)})
 
 
-def _leave_together(store: object, rank: int, world_size: int) -> None:
+def place_in_job() -> tuple[int, int] | None:
+    """Return rank and world size as the launcher gives them, and make the meeting place known; None without one."""
+    env = os.environ
+    numbers = {}
+    for name, spellings in _LAUNCHERS.items():
+        text = next((env[one] for one in spellings if env.get(one)), "")
+        if text and not text.isdecimal():
+            raise ConfigError(seen=f"{name} {text!r}", where="environment", do="start the job by torchrun or srun")
+        numbers[name] = int(text) if text else None
+    rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+    if rank is None or world_size is None:
+        return None
+    _set_meeting_place(env)
+    return rank, world_size
+
+
+def leave_together(store: object, rank: int, world_size: int) -> None:
     """Rank 0 may serve the store: it stays until all have read, or ten seconds."""
     from contextlib import suppress
     from datetime import timedelta

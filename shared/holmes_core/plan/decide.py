@@ -26,7 +26,7 @@ from holmes_core.plan.search import Candidate, Limits, candidates, search, split
 from holmes_core.plan.simulate import predict_by_simulation
 from holmes_core.plan.simulate_orders import SIMULATED
 
-__all__ = ["Decision", "Step", "decide"]
+__all__ = ["Decision", "Step", "decide", "gib"]
 
 #: What another layout, and another split of the blocks, must gain to be taken instead of the usual one.
 _CLEARLY_FASTER, _CLEARLY_BETTER = 1.05, 1.03

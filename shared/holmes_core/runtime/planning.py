@@ -17,7 +17,7 @@ from holmes_core.cluster.probe import ProbeResult
 from holmes_core.cluster.topology import Topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, HolmesError
-from holmes_core.plan.decide import Decision, Step, decide
+from holmes_core.plan.decide import Decision, Step, decide, gib
 from holmes_core.plan.layout import ModelFacts, choose_layout, default_num_microbatches
 from holmes_core.plan.plan import Plan, make_plan
 from holmes_core.plan.profile import ModelProfile
@@ -89,7 +89,9 @@ def settle(
         return config, chain, replace(plan, reasons=(*plan.reasons, *notes))
     decision = _decide_once(config, root, topology, profile, probe, device=device, hint=hint)
     plan = make_plan(decision.config, decision.topology, model_facts(root, chain), device_type=device.type)
+    timed = probe is not None or device.type == "cuda"
     notes = (*decision.notes, *((problem,) if problem else ()), *_measured_note(probe))
+    notes = (*notes, _predicted_note(decision, profile, hint, timed=timed))
     return (
         decision.config,
         chain,
@@ -194,6 +196,18 @@ def _measured_note(probe: ProbeResult | None) -> tuple[str, ...]:
         worst = min(links, key=lambda link: link.gbits)
         text += f"; the slowest link, {' - '.join(worst.pair.hosts)}, carries {worst.gbits:.3g} Gbit/s"
     return (text,)
+
+
+def _predicted_note(decision: Decision, profile: ModelProfile, hint: StepHint, *, timed: bool) -> str:
+    p = decision.prediction
+    assert p is not None
+    fullest = max(range(len(p.memory_bytes)), key=lambda rank: p.memory_bytes[rank] / p.limit_bytes[rank])
+    limit = f" of {gib(p.limit_bytes[fullest])}" if p.limit_bytes[fullest] < 1 << 60 else ""
+    text = f"predicted: {gib(p.memory_bytes[fullest])}{limit} on pipeline rank {fullest}, the fullest"
+    if timed:
+        text += f"; {p.step_seconds:.3g} s per step, ranks wait {p.bubble:.0%} of the pipeline's time"
+    batch = f"{hint.batch} samples" if hint.batch else f"{_USUAL_BATCH} samples, as a guess,"
+    return f"{text} (a replica's batch: {batch} of {profile.seq} tokens)"
 
 
 def _by_speed_alone(

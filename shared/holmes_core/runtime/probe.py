@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -129,7 +129,7 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         small = large
         if samples > 1:
             small = _passes(lambda: blocks[-1](*args(1), **kwargs(1)), sync)
-        whole = _passes(lambda: copy(input_ids=ids, labels=ids).loss, sync)
+        head = _around_blocks(lambda: copy(input_ids=ids, labels=ids).loss, blocks, sync)
         optimizer = _optimizer_seconds(blocks[-1], sync)
     per_sample, fixed = [], []
     for one, many in zip(small, large, strict=True):
@@ -138,7 +138,6 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         slope = slope if 0 < slope <= many / samples else many / samples
         per_sample.append(slope)
         fixed.append(max(0.0, many - samples * slope))
-    head = [max(0.0, all_ - len(blocks) * block) / samples for all_, block in zip(whole, large, strict=True)]
     return RankSpeed(
         rank=0,
         host="",
@@ -147,8 +146,8 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         backward=per_sample[1],
         forward_fixed=fixed[0],
         backward_fixed=fixed[1],
-        head_forward=head[0] * vocabulary,
-        head_backward=head[1] * vocabulary,
+        head_forward=head[0] * vocabulary / samples,
+        head_backward=head[1] * vocabulary / samples,
         optimizer=optimizer,
     )
 
@@ -221,6 +220,52 @@ def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, fl
             there, back, count = there + f, back + b, count + 1
         forward.append(there / count)
         backward.append(back / count)
+    return statistics.median(forward), statistics.median(backward)
+
+
+def _around_blocks(
+    run: Callable[[], Any], blocks: Sequence[nn.Module], sync: Callable[[], None]
+) -> tuple[float, float]:
+    """Return the seconds of a forward and a backward pass that are spent outside the blocks.
+
+    Taken within each pass: the difference of two measurements would mostly be their noise.
+    """
+    began = 0.0
+    inside = [0.0, 0.0]
+
+    def enter(*_: Any) -> None:
+        nonlocal began
+        sync()
+        began = time.perf_counter()
+
+    def leave_forward(*_: Any) -> None:
+        sync()
+        inside[0] += time.perf_counter() - began
+
+    def leave_backward(*_: Any) -> None:
+        sync()
+        inside[1] += time.perf_counter() - began
+
+    handles = []
+    for block in blocks:
+        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave_forward)]
+        handles += [block.register_full_backward_pre_hook(enter), block.register_full_backward_hook(leave_backward)]
+    forward: list[float] = []
+    backward: list[float] = []
+    try:
+        start = time.perf_counter()
+        _one_pass(run, sync)
+        while len(forward) < _WINDOWS and (len(forward) < 2 or time.perf_counter() - start < _LONGEST):
+            inside[:] = [0.0, 0.0]
+            there, back, count = 0.0, 0.0, 0
+            while there + back < _WINDOW:
+                f, b = _one_pass(run, sync)
+                there, back, count = there + f, back + b, count + 1
+            forward.append(max(0.0, there - inside[0]) / count)
+            backward.append(max(0.0, back - inside[1]) / count)
+    finally:
+        for handle in handles:
+            handle.remove()
     return statistics.median(forward), statistics.median(backward)
 
 
