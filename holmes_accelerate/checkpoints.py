@@ -58,6 +58,7 @@ class CheckpointHooks(_Base):
     """The part of HolmesAccelerator that saves and restores."""
 
     _mode: CallMode | None
+    _optimizers: list[Any]
     holmes_config: HolmesConfig
     _made_saver: Saver | None = None
     #: While a sharded checkpoint is loaded: the models' states, with placeholders.

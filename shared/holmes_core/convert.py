@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn a Lightning checkpoint into a plain Hugging Face model directory.
+"""Turn a checkpoint into a plain Hugging Face model directory, or one written in parts into one file.
 
-A checkpoint that the Holmes strategy writes is one file with the whole model in it, under the same names as in one
-process: `model.transformer.h.0.attn.c_attn.weight`. Only three things are missing for
-`AutoModelForCausalLM.from_pretrained`: the place of the model inside the LightningModule (the prefix `model.`), its
-config, and the safetensors layout. The prefix is found by comparing names with a model built from the config on the
-meta device, so nothing is guessed and no weight is lost on the way without a word.
+A checkpoint that Holmes writes holds the whole model, under the same names as in one process:
+`model.transformer.h.0.attn.c_attn.weight`. Only three things are missing for `AutoModelForCausalLM.from_pretrained`:
+the place of the model inside the LightningModule (the prefix `model.`), its config, and the safetensors layout. The
+prefix is found by comparing names with a model built from the config on the meta device, so nothing is guessed and no
+weight is lost on the way without a word.
 
-The file is always read with `weights_only=True` and memory-mapped. There is no unsafe fallback.
+Files are always read with `weights_only=True`. There is no unsafe fallback.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
 
-__all__ = ["ConvertError", "convert_checkpoint", "main"]
+__all__ = ["ConvertError", "convert_checkpoint", "main", "write_single_file"]
 
 _WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _TOKENIZER_FILES = (
@@ -69,7 +69,8 @@ def convert_checkpoint(
     """Write the model in a Lightning checkpoint as a Hugging Face directory.
 
     Args:
-        checkpoint: A file written by `trainer.save_checkpoint` or ModelCheckpoint, or a plain saved state dict.
+        checkpoint: What `trainer.save_checkpoint`, ModelCheckpoint or `Accelerator.save_state` wrote, a file or a
+            folder; or a plain saved state dict.
         out: The directory to write. It appears only when everything in it is complete.
         model_key: Attribute path of the Hugging Face model inside the LightningModule, for example `model`; "" when
             the checkpoint holds the model itself. Only needed where several places fit.
@@ -104,6 +105,7 @@ def convert_checkpoint(
         raise _error(f"no lora_ weights in {checkpoint}", "nothing to merge", "leave out the LoRA options")
 
     weights = _select(state, model, model_key, holmes.get("model_path"))
+    weights = _whole(weights)
     _check_shapes(weights, model)
     _untie(weights, model)
     _cast(weights, dtype)
@@ -129,10 +131,13 @@ def convert_checkpoint(
 def main(argv: list[str] | None = None) -> int:
     """Run `holmes convert`; return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="holmes convert", description="Write a Lightning checkpoint as a Hugging Face model directory."
+        prog="holmes convert", description="Write a checkpoint as a Hugging Face model directory, or as one file."
     )
-    parser.add_argument("checkpoint", type=Path, help="file written by trainer.save_checkpoint or ModelCheckpoint")
+    parser.add_argument(
+        "checkpoint", type=Path, help="what trainer.save_checkpoint or save_state wrote: file or folder"
+    )
     parser.add_argument("out", type=Path, help="directory to write")
+    parser.add_argument("--single-file", action="store_true", help="write a sharded Lightning checkpoint as one file")
     parser.add_argument("--config", type=Path, help="config.json or its directory (default: stored in the checkpoint)")
     parser.add_argument("--model-key", help="attribute path of the model in the LightningModule, e.g. model")
     parser.add_argument("--tokenizer", type=Path, help="directory with tokenizer files, or one tokenizer.json")
@@ -143,6 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where it exists")
     args = vars(parser.parse_args(argv))
     try:
+        if args.pop("single_file"):
+            print(write_single_file(args["checkpoint"], args["out"], overwrite=args["overwrite"]))
+            return 0
         out = convert_checkpoint(args.pop("checkpoint"), args.pop("out"), **args)
     except ConvertError as error:
         print(error, file=sys.stderr)
@@ -158,9 +166,7 @@ def _read(path: Path) -> dict[str, Any]:
     import torch
 
     if path.is_dir():
-        raise _error(
-            f"{path} is a directory", "a sharded checkpoint, or not a checkpoint", "give the single .ckpt file"
-        )
+        return _read_folder(path)
     if not path.is_file():
         raise _error(f"{path} does not exist", "there is nothing to read", "check the path")
     try:
@@ -176,6 +182,78 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise _error(f"{path} holds a {type(content).__name__}", "no checkpoint", "give a Lightning .ckpt file")
     return content
+
+
+def _read_folder(path: Path) -> dict[str, Any]:
+    """Return the content of a folder; tensors in parts are read by `_whole`, once it is known which are needed."""
+    from safetensors.torch import load_file
+
+    from holmes_core.runtime.checkpoint import check_checkpoint, load_tree
+    from holmes_core.runtime.checkpoint_files import read_manifest
+
+    try:
+        if read_manifest(path).kind == "sharded":
+            content: dict[str, Any] = load_tree(path)
+        else:
+            check_checkpoint(path)
+            content = {"models": [load_file(path / "model.safetensors")]}
+    except (HolmesError, OSError) as error:
+        raise _error(
+            error.seen if isinstance(error, HolmesError) else str(error),
+            (isinstance(error, HolmesError) and error.means) or f"{path} is no checkpoint that can be read",
+            "give a file or folder that a finished save wrote",
+        ) from error
+    if "models" in content:  # of Accelerator.save_state
+        ours = path / "holmes_state.json"
+        holmes = json.loads(ours.read_text("utf-8")) if ours.is_file() else {}
+        content = {"state_dict": content["models"][0], "holmes": holmes}
+    return content
+
+
+def _whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    from holmes_core.runtime.checkpoint import load_whole
+
+    try:
+        whole: dict[str, Tensor] = load_whole(weights)
+    except HolmesError as error:
+        raise _error(error.seen, error.means or "the checkpoint is damaged", error.do) from error
+    return whole
+
+
+def write_single_file(checkpoint: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
+    """Write a Lightning checkpoint that is a folder as one file, which loads under any strategy.
+
+    Args:
+        checkpoint: The folder.
+        out: The file; it appears only when it is complete.
+        overwrite: Replace it where it exists.
+
+    Returns:
+        The file, as a Path.
+
+    Raises:
+        ConvertError: The folder is no whole checkpoint of Lightning, or `out` exists.
+    """
+    from holmes_core.runtime.checkpoint import load_tree, load_whole
+    from holmes_core.runtime.checkpoint_saver import save_file
+
+    checkpoint, out = Path(checkpoint), Path(out)
+    if out.exists() and not (overwrite and out.is_file()):
+        raise _error(f"{out} exists", "nothing was written", "choose another name, or --overwrite")
+    try:
+        tree = load_tree(checkpoint)
+        if "state_dict" not in tree:
+            raise _error(
+                f"{checkpoint} was written by Accelerator.save_state",
+                "its model and optimizer are not those of a LightningModule",
+                "without --single-file its model becomes a Hugging Face directory",
+            )
+        save_file(out, load_whole(tree))
+    except ConvertError:
+        raise
+    except HolmesError as error:
+        raise _error(error.seen, error.means or "the checkpoint cannot be read", error.do) from error
+    return out
 
 
 def _not_weights_only(path: Path, error: Exception) -> ConvertError:

@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import copy
-import os
-import time
 import traceback
-from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from holmes_core.runtime import state
 from holmes_core.runtime.checkpoint import load_tree
 from holmes_core.runtime.checkpoint_saver import Saver
 from tests.core.runtime.test_state import Job, adamw, gpt2, llama, tensors_of
+from tests.lightning.farm import Context
 
 #: name -> ranks, settings
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -91,16 +89,16 @@ def tree_of(job: Job) -> dict[str, Any]:
 
 def save(folder: Path, layout: str, model: str, background: bool = False) -> None:
     """Train two steps, save a folder and, beside it, what one process would have saved."""
-    job = make_job(layout, model)
+    job, name = make_job(layout, model), f"{model}-{'background' if background else layout}"
     job.train(range(2))
     saver = Saver(background=background, timeout=60)
-    saver.save_sharded(folder / f"{model}-{layout}", tree_of(job), world=job.engine.groups.world)
+    saver.save_sharded(folder / name, tree_of(job), world=job.engine.groups.world)
     truth = whole(job)
     if background:
         job.train(range(2, 4))  # what is saved must not change any more
         saver.wait()
     if dist.get_rank() == 0:
-        torch.save(truth, folder / f"{model}-{layout}.truth")
+        torch.save(truth, folder / f"{name}.truth")
 
 
 def load(folder: Path, layout: str, model: str, saved_by: str) -> None:
@@ -143,43 +141,19 @@ def assert_equal(found: Any, expected: Any) -> None:
             assert found[key] == value, key
 
 
-ACTIONS = {"save": save, "load": load, "go_on": go_on}
+ACTIONS: dict[str, Any] = {"save": save, "save_behind": partial(save, background=True), "load": load, "go_on": go_on}
 
 
-def _worker(rank: int, ranks: int, folder: str, jobs: Sequence[tuple[Any, ...]]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(TOKENIZERS_PARALLELISM="false")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
-    found: dict[int, str] = {}
-    for number, (action, *arguments) in enumerate(jobs):
+def jobs(context: Context, *, folder: str, jobs: list[list[Any]]) -> list[str]:
+    """Run jobs one after the other on all ranks; returns what went wrong with each."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    found = []
+    for action, *arguments in jobs:
         try:
             ACTIONS[action](Path(folder), *arguments)
-            found[number] = ""
+            found.append("")
         except Exception as error:
-            found[number] = f"rank {rank}: " + "".join(traceback.format_exception(error))[-3000:]
-        torch.save(found, f"{folder}/results.{rank}")
+            found.append(f"rank {context.rank}: " + "".join(traceback.format_exception(error))[-3000:])
         dist.barrier()
     dist.destroy_process_group()
-
-
-def run(folder: Path, ranks: int, jobs: Sequence[tuple[Any, ...]], seconds: float = 300.0) -> dict[int, str]:
-    """Run jobs one after the other on so many ranks; returns what went wrong with each, by number."""
-    (folder / "store").unlink(missing_ok=True)
-    for old in folder.glob("results.*"):
-        old.unlink()
-    processes = mp.spawn(_worker, args=(ranks, str(folder), list(jobs)), nprocs=ranks, join=False)
-    deadline, ending = time.monotonic() + seconds, f"not reached within {seconds:.0f} s"
-    try:
-        while not processes.join(timeout=1) and time.monotonic() < deadline:
-            pass
-    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-        ending = f"not reached: {error}"
-    finally:
-        for process in processes.processes:
-            if process.is_alive():
-                process.kill()
-    files = [folder / f"results.{rank}" for rank in range(ranks)]
-    parts = [torch.load(file) if file.exists() else {} for file in files]
-    return {n: "\n".join(filter(None, (part.get(n, ending) for part in parts))) for n in range(len(jobs))}
+    return found

@@ -298,7 +298,11 @@ class Reads:
         for reader, rows in batches.items():
             for row in rows:
                 try:
-                    dcp_load(dict(sorted(row.items())), storage_reader=reader, planner=PartLoadPlanner(), no_dist=True)
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
+                        dcp_load(
+                            dict(sorted(row.items())), storage_reader=reader, planner=PartLoadPlanner(), no_dist=True
+                        )
                 except CheckpointException as error:
                     raise _first_failure(error, f"reading {reader.folder}") from None
         self._wanted.clear()

@@ -126,7 +126,7 @@ def full_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer) -> di
     for index, param in params.items():
         if index in told:
             tensors = mine[index][1] if index in mine else []
-            ranks, skeleton = told[index]
+            ranks, (_, skeleton) = told[index]
             whole[index] = _unpack(engine, skeleton, ranks, tensors, shards.get(id(param)))
     return {**packed, "state": {**whole, **outside} if engine.rank == 0 else {}}
 
@@ -147,31 +147,29 @@ def sharded_optimizer_state(engine: Engine, optimizer: torch.optim.Optimizer, pr
     """
     packed, params, told, mine, outside = _gather(engine, optimizer)
     shards, place, tp = shards_of(engine), engine.place, engine.plan.layout.tp
-    names: dict[int, str] = {}
-    for name, _, _, own_param in slots(engine.root):
-        names.setdefault(id(own_param), name)
     found: dict[Any, Any] = {}
     for index, param in params.items():
         if index not in told or (engine.rank != 0 and index not in mine):
             continue
         own, shard = iter(mine[index][1] if index in mine else ()), shards.get(id(param))
+        _, (name, skeleton) = told[index]
 
         def stand_in(slot: Any, path: tuple[str, ...]) -> Any:
             if not isinstance(slot, _Slot):
                 return slot
             if slot.value is not None:
                 return torch.tensor(slot.value, dtype=slot.dtype).reshape(slot.shape)
-            part = Part(name="/".join((prefix, names[id(param)], *path)), shape=slot.shape, dtype=slot.dtype)  # noqa: B023
+            part = Part(name="/".join((prefix, name, *path)), shape=slot.shape, dtype=slot.dtype)  # noqa: B023
             tensor = next(own, None)  # noqa: B023
             if tensor is not None and (shard is not None or place.tp == 0):  # noqa: B023
                 part.tensor, part.chunks = tensor, local_chunks(slot.shape, shard, place.tp, tp)  # noqa: B023
             return placeholder(part)
 
-        found[index] = map_tree(told[index][1], stand_in)
+        found[index] = map_tree(skeleton, stand_in)
     return {**packed, "state": {**found, **outside} if engine.rank == 0 else found}
 
 
-_Told = dict[Any, tuple[Sequence[int], Any]]
+_Told = dict[Any, tuple[Sequence[int], tuple[str, Any]]]
 _Mine = dict[Any, tuple[Any, list[Tensor]]]
 
 
@@ -182,7 +180,8 @@ def _gather(
 
     Returns:
         What the optimizer packs; its parameters by number; on rank 0 (elsewhere only what is here) the holders of each
-        state and its form; this rank's states as form and tensors; rank 0's states of parameters outside the model.
+        state, its parameter's name and its form; this rank's states as form and tensors; rank 0's states of parameters
+        outside the model.
     """
     packed = dict(optimizer.state_dict())
     params = _numbered(optimizer, packed["param_groups"])
@@ -202,7 +201,10 @@ def _gather(
     grid = engine.plan.grid
     holders = [grid.ranks[place.pp][place.dp] for place in map(grid.coordinates, range(grid.world_size))]
     messages: list[Any] = [{} for _ in holders]
-    own = {index: skeleton for index, (skeleton, _) in mine.items()}
+    names: dict[int, str] = {}
+    for name, _, _, slot_param in slots(engine.root):
+        names.setdefault(id(slot_param), name)
+    own = {index: (names[id(params[index])], skeleton) for index, (skeleton, _) in mine.items()}
     dist.gather_object(own, messages if engine.rank == 0 else None, dst=0, group=engine.groups.world)
     messages[engine.rank] = own
     told: _Told = {

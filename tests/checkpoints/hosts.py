@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scripts of both hosts that train, save and load; each as people write it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch.utils.data import DataLoader
+
+from tests.accelerate.scenarios import started_for_holmes
+from tests.lightning.farm import Context
+from tests.lightning.scenarios import Rows, make_module
+
+
+def loader() -> DataLoader:
+    return DataLoader(Rows(24, 1), batch_size=4)
+
+
+def by_lightning(
+    context: Context,
+    *,
+    model: str = "gpt2",
+    steps: int = 2,
+    resume: str | None = None,
+    save: str | None = None,
+    strategy: str = "holmes",
+    precision: str = "32-true",
+    during: str | None = None,
+    **trainer: Any,
+) -> dict[str, Any]:
+    """Train; save `during` the run at each step, and `save` after it."""
+    torch.manual_seed(3)
+    module = make_module(L, {"model": model, "layers": 3})
+    losses: list[float] = []
+
+    class Note(L.Callback):
+        def on_train_batch_end(self, owner: Any, module: Any, outputs: Any, *_: Any) -> None:
+            losses.append(float(outputs["loss"]))
+            if during:
+                owner.save_checkpoint(during)
+                print(f"saved {owner.global_step}\n", end="", flush=True)
+
+    made = L.Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=context.world if strategy != "auto" else 1,
+        max_steps=steps,
+        max_epochs=-1,
+        logger=False,
+        precision=precision,
+        callbacks=[Note(), *trainer.pop("callbacks", [])],
+        default_root_dir=str(context.out),
+        **{
+            "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, **trainer,
+        },
+    )  # fmt: skip
+    made.fit(module, loader(), ckpt_path=resume)
+    if save:
+        made.save_checkpoint(save)
+    return {"losses": losses, "step": made.global_step}
+
+
+def kept(context: Context, *, folder: str) -> list[list[str]]:
+    """ModelCheckpoint that keeps few: names after each run, the second from `ckpt_path="last"`."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    found = []
+    for steps in (4, 6):
+        callback = ModelCheckpoint(
+            folder, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="step", mode="max", save_last=True
+        )
+        resume = "last" if steps == 6 else None
+        result = by_lightning(
+            context, steps=steps, resume=resume, callbacks=[callback], enable_checkpointing=True, model="llama"
+        )
+        found.append([*sorted(os.listdir(folder)), f"step {result['step']}", str(len(result["losses"]))])
+    return found
+
+
+def by_accelerate(
+    context: Context, *, model: str = "gpt2", steps: int = 2, resume: str | None = None, save: str | None = None,
+    plain: bool = False, automatic: str | None = None, end: bool = True,
+) -> dict[str, Any]:  # fmt: skip
+    """Train and save with Accelerate, with Holmes or (`plain`) without."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if not plain:
+        started_for_holmes()
+    settings = ProjectConfiguration(automatic, automatic_checkpoint_naming=True, total_limit=2) if automatic else None
+    accelerator = Accelerator(project_config=settings)
+    made = make_module(L, {"model": model, "layers": 3}).model
+    optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, eps=1e-4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    made, optimizer, scheduler, data = accelerator.prepare(made, optimizer, scheduler, loader())
+    if resume is not None:
+        accelerator.load_state(resume or None)
+    losses = []
+    for step, batch in enumerate(data):
+        if step == steps:
+            break
+        loss = made(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        if automatic:
+            accelerator.save_state()
+    if save:
+        accelerator.save_state(save)
+    if end:
+        accelerator.end_training()
+    elif not plain:
+        accelerator.finish_saving()
+    return {"losses": losses, "rate": scheduler.get_last_lr()}
+
+
+def train(context: Context, host: str, save: Path) -> None:
+    """Train one step and save."""
+    if host == "lightning":
+        by_lightning(context, steps=1, save=str(save))
+    else:
+        by_accelerate(context, steps=1, save=str(save), end=False)  # it closes the job's group
+
+
+def killed(context: Context, *, folder: str, host: str, rank: int, event: str, word: str) -> None:
+    """Save twice under one name; `rank` is killed in the second save, where Python reports `event` about `word`."""
+    path = Path(folder) / "a.ckpt"
+    train(context, host, path)
+
+    def end(what: str, arguments: tuple[Any, ...]) -> None:
+        if what == event and any(word in str(argument) for argument in arguments):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    if context.rank == 0:
+        (Path(folder) / "digest").write_text(digest(path))
+    if context.rank == rank:
+        sys.addaudithook(end)
+    train(context, host, path)
+
+
+def full(context: Context, *, folder: str, host: str, word: str | None) -> dict[str, Any]:
+    """Save, let the disk fill up (`word`: when a file of that name is opened), save again; what each rank was told."""
+    train(context, host, Path(folder) / "a.ckpt")
+
+    def fill(what: str = "open", arguments: tuple[Any, ...] = (word,)) -> None:
+        ballast = Path(folder) / "ballast"
+        if what == "open" and str(word) in str(arguments[0]) and not ballast.exists():
+            stat = os.statvfs(folder)
+            ballast.write_bytes(bytes(max(0, stat.f_bavail * stat.f_frsize - 12_000)))
+
+    if word is not None:
+        sys.addaudithook(fill)
+    elif context.rank == 0:
+        word = "open"
+        fill("open", ("open",))
+    start, told = time.monotonic(), ""
+    try:
+        train(context, host, Path(folder) / "b.ckpt")
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    return {"told": told, "seconds": time.monotonic() - start}
+
+
+def digest(folder: Path) -> str:
+    """Return a hash of all bytes under a path."""
+    files = [folder] if folder.is_file() else sorted(p for p in folder.rglob("*") if p.is_file())
+    return hashlib.sha256(b"".join(p.name.encode() + p.read_bytes() for p in files)).hexdigest()
