@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How good predictions are: layouts predicted from `holmes probe`, then run in a lab and measured.
+
+    sudo .venv/bin/python benchmarks/simulator.py [--layouts NAME ...] [--steps 5] [--json FILE] [--out FILE]
+
+The model is a GPT of 27 M parameters; hosts have one rank each and CPU quotas. Each setting is a lab of its own: it is
+probed once, each layout's step time and memory are predicted from that, and then each layout trains in it. Step time is
+the median of the steps after warm-up; memory is each rank's peak resident set (it must cover what was there before the
+model, too).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 3
+REPLICA_BATCH, LENGTH, VOCAB = 8, 128, 4096
+MODEL = {
+    "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 512, "n_layer": 8, "n_head": 8,
+    "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None,
+    "eos_token_id": None,
+}  # fmt: skip
+_TWO = {
+    "clusters": [{"name": "a", "kind": "infiniband", "hosts": 2}, {"name": "b", "kind": "roce", "hosts": 2}],
+    "rdma_rate": "2500mbit", "ethernet_rate": "200mbit", "cpu": 0.5,
+}  # fmt: skip
+_SLOW = {**_TWO, "clusters": [{**_TWO["clusters"][0], "cpu": 0.6}, {**_TWO["clusters"][1], "cpu": 0.3}]}  # type: ignore[index]
+SETTINGS: dict[str, dict[str, Any]] = {"two clusters": _TWO, "b slowed to half": _SLOW}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "pp2 dp2": ("two clusters", {"pp": 2, "num_microbatches": 4}),
+    "pp2 dp2, 8 micro-batches": ("two clusters", {"pp": 2, "num_microbatches": 8}),
+    "pp2 dp2, gpipe": ("two clusters", {"pp": 2, "num_microbatches": 4, "schedule": "gpipe"}),
+    "pp2 dp2, 5+3 blocks": ("two clusters", {"pp": 2, "num_microbatches": 4, "layers_per_stage": [5, 3]}),
+    "pp2 dp2, 2 micro-batches": ("two clusters", {"pp": 2, "num_microbatches": 2}),
+    "pp4": ("two clusters", {"pp": 4, "num_microbatches": 8}),
+    "pp4, gpipe": ("two clusters", {"pp": 4, "num_microbatches": 4, "schedule": "gpipe"}),
+    "pp2 dp2, recompute": ("two clusters", {"pp": 2, "num_microbatches": 4, "recompute": True}),
+    "pp2 dp2, embedding first": ("two clusters", {"pp": 2, "num_microbatches": 4, "embedding": "first"}),
+    "slowed, equal": ("b slowed to half", {"pp": 2, "num_microbatches": 4, "partition": "equal"}),
+    "slowed, as planned": ("b slowed to half", {"pp": 2, "num_microbatches": 4}),
+}
+
+
+def train(steps: int, out: str) -> None:
+    """Be one rank: train, and write what was predicted and measured."""
+    import lightning.pytorch as L
+    import torch
+    import torch.distributed as dist
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
+            self.times: list[float] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            if len(self.times) == WARM_UP:  # the check of the first loss is past
+                _forget_peak()
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.times.append(time.perf_counter())
+
+    rows = torch.randint(0, VOCAB, (4 * REPLICA_BATCH * (steps + WARM_UP + 2), LENGTH))
+    loader = torch.utils.data.DataLoader([{"input_ids": r, "labels": r} for r in rows], batch_size=REPLICA_BATCH)
+    trainer = L.Trainer(
+        strategy="holmes", accelerator="cpu", devices=1, num_nodes=4, max_steps=steps + WARM_UP, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = Module()
+    trainer.fit(module, loader)
+    plan = trainer.strategy._engine.plan
+    peaks: list[Any] = [None] * trainer.world_size
+    place = plan.grid.coordinates(trainer.global_rank)
+    dist.all_gather_object(peaks, (place.pp, _peak()))
+    if trainer.is_global_zero:
+        times = module.times[WARM_UP - 1 :]
+        found = {
+            "steps": [b - a for a, b in pairwise(times)],
+            "peaks": [max(peak for pp, peak in peaks if pp == rank) for rank in range(plan.layout.pp)],
+            "prediction": plan.prediction.to_json(),
+            "layers": plan.layers_per_stage,
+            "samples": REPLICA_BATCH * plan.layout.dp,
+            "degrees": [plan.layout.pp, plan.layout.dp, plan.layout.tp],
+        }
+        Path(out).write_text(json.dumps(found))
+
+
+def _forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM counts from here
+
+
+def _peak() -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def measure(setting: str, names: list[str], steps: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Probe one lab, then run layouts in it."""
+    from holmes_core.lab.job import run_job
+    from holmes_core.lab.session import Lab
+    from holmes_core.lab.spec_file import parse_spec
+
+    env = {"OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}
+    (folder / "model.json").write_text(json.dumps(MODEL))
+    found: dict[str, dict[str, Any]] = {}
+
+    def run(lab: Any, command: list[str], config: dict[str, Any] | None, what: str) -> None:
+        lines: list[str] = []
+        more = {}
+        if config is not None:
+            (folder / "holmes.yaml").write_text(json.dumps(config))
+            more = {"HOLMES_CONFIG": str(folder / "holmes.yaml")}
+        done = run_job(lab, command, torchrun=False, env={**env, **more}, timeout=300, write=lines.append)
+        if done.returncode:
+            raise SystemExit(f"{what} failed:\n{''.join(lines)[-4000:]}")
+
+    with Lab.up(parse_spec(SETTINGS[setting]), name="sim-") as lab:
+        probe = str(folder / f"{setting.replace(' ', '-')}.json")
+        words = ["probe", "--model", str(folder / "model.json"), "--precision", "32-true", "--micro-batch-size", "2"]
+        run(lab, [sys.executable, "-m", "holmes_core.cli", *words, "-o", probe], None, "holmes probe")
+        for name in names:
+            out = str(folder / "times.json")
+            command = [sys.executable, __file__, "--be", "--steps", str(steps), "--out", out]
+            config = {"print_plan": False, "timeout": 120, "probe": probe, **LAYOUTS[name][1]}
+            run(lab, command, config, name)
+            found[name] = json.loads(Path(out).read_text())
+            took, thought = statistics.median(found[name]["steps"]), found[name]["prediction"]["step_seconds"]
+            print(f"{name}: {took:.2f} s/step, predicted {thought:.2f} ({thought / took - 1:+.0%})", flush=True)
+        found["probe " + setting] = json.loads(Path(probe).read_text())
+    return found
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Return the rows of benchmarks/simulator.md."""
+    lines = [
+        "| layout | blocks | s/step measured (quartiles) | predicted | off by | samples/s | peak MiB per pipeline rank: "
+        "measured | predicted |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, one in found.items():
+        if "steps" not in one:
+            continue
+        low, middle, high = statistics.quantiles(one["steps"], n=4)
+        p = one["prediction"]
+        mib = [", ".join(f"{value / 2**20:.0f}" for value in values) for values in (one["peaks"], p["memory_bytes"])]
+        lines.append(
+            f"| {name} | {'+'.join(map(str, one['layers']))} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
+            f"{p['step_seconds']:.2f} | {p['step_seconds'] / middle - 1:+.1%} | {one['samples'] / middle:.2f} | "
+            f"{mib[0]} | {mib[1]} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="NAME")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--out", metavar="FILE", help="write the table")
+    parser.add_argument("--be", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.be:
+        train(args.steps, args.out)
+        return
+    found: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory(prefix="holmes-sim-") as folder:
+        for setting in SETTINGS:
+            names = [name for name in args.layouts if LAYOUTS[name][0] == setting]
+            if names:
+                found |= measure(setting, names, args.steps, Path(folder))
+    text = table(found)
+    text += f"\ntorch {version('torch')}, lightning {version('lightning')}, Python {platform.python_version()}; load "
+    text += f"average at the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n"
+    print(text)
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1))
+    if args.out:
+        Path(args.out).write_text(text)
+
+
+if __name__ == "__main__":
+    main()
