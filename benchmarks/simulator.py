@@ -154,7 +154,7 @@ def measure(setting: str, names: list[str], steps: int, folder: Path) -> dict[st
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Return the rows of benchmarks/simulator.md."""
     lines = [
-        "| layout | blocks | s/step measured (quartiles) | predicted | off by | samples/s | peak MiB per pipeline rank: "
+        "| layout | blocks | s/step measured (quartiles) | predicted | off by | samples/s | peak MiB per rank: "
         "measured | predicted |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
