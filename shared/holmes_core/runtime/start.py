@@ -205,7 +205,8 @@ def _rendezvous(rank: int, world_size: int, timeout: float) -> Any:
     wait = timedelta(seconds=timeout)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves the store, outside the ranks
-            return next(iter(rendezvous("env://", rank=rank, world_size=world_size, timeout=wait)))[0]
+            store = next(iter(rendezvous("env://", rank=rank, world_size=world_size, timeout=wait)))[0]
+            return _of_this_attempt(store, rank, world_size)
         # Not through env://: there rank 0 waits for a number of clients, and cannot say who is missing.
         return TCPStore(
             os.environ["MASTER_ADDR"],
@@ -224,6 +225,15 @@ def _rendezvous(rank: int, world_size: int, timeout: float) -> Any:
             do="check that rank 0 runs, that the address is one the other hosts can route to (not 127.0.0.1 or a "
             "container's own), and that the port is open",
         ) from error
+
+
+def _of_this_attempt(store: Any, rank: int, world_size: int) -> Any:
+    """Keep apart from what earlier attempts left: torchrun keeps one store through all its restarts.
+
+    Its count of restarts stays the same when only the number of hosts changes, so arrivals are counted, too.
+    """
+    attempt = f"holmes/attempt/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{world_size}"
+    return PrefixStore(f"{attempt}/{store.add(f'{attempt}/{rank}', 1)}", store)
 
 
 def tell_apart(inventories: Sequence[Inventory]) -> list[Inventory]:
