@@ -19,7 +19,7 @@ from holmes_accelerate.checkpoints import CheckpointHooks
 from holmes_accelerate.collectives import CollectiveHooks
 from holmes_accelerate.loaders import share_batches
 from holmes_accelerate.plugin import take_plugin
-from holmes_accelerate.process import enter, on_cpu
+from holmes_accelerate.process import enter, on_cpu, set_accelerator
 from holmes_accelerate.wrappers import HolmesOptimizer, HolmesScheduler
 from holmes_core.config import HolmesConfig
 from holmes_core.plan.grid import make_grid
@@ -75,6 +75,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         self._failures = FailureLog(rank=meeting.rank, place=f"host {host_name()}", watch=meeting.watch)
         self._failures.listen()
         self._register_checkpoint_hooks()
+        set_accelerator(self)
 
     # ---- who is who ----------------------------------------------------------------------------------------------
     @property

@@ -8,6 +8,8 @@ a default group that exists already, so Holmes makes its own first.
 from __future__ import annotations
 
 import os
+import weakref
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +19,22 @@ from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.runtime.start import Meeting, join, meet
 
-__all__ = ["enter", "on_cpu"]
+__all__ = ["accelerator", "enter", "on_cpu", "set_accelerator"]
 
 #: Attribute of Accelerate's PartialState, the class: its shared state is pickled with TrainingArguments.
 _MEETING = "_holmes_meeting"
+_ACCELERATOR = "_holmes_accelerator"
+
+
+def set_accelerator(accelerator: Any) -> None:
+    """Make an accelerator the one that functions of `accelerate.utils` ask; the latest counts."""
+    setattr(PartialState, _ACCELERATOR, weakref.ref(accelerator))
+
+
+def accelerator() -> Any:
+    """Return the latest HolmesAccelerator of this process, None without one."""
+    found = getattr(PartialState, _ACCELERATOR, None)
+    return None if found is None else found()
 
 
 def on_cpu() -> bool:

@@ -99,8 +99,9 @@ def second_model(first: Any, second: Any) -> HolmesError:
         seen=f"a second model ({type(second).__name__}) besides {type(first).__name__}",
         where="accelerator.prepare",
         means="one pipeline trains one model; its ranks hold parts of it",
-        do="put both into one module whose forward returns the loss; a frozen model that each rank can hold whole needs"
-        " no prepare: use .to(accelerator.device)",
+        do="to train one after the other call accelerator.free_memory() in between; to train both put them into one"
+        " module whose forward returns the loss; a frozen model that each rank can hold whole needs no prepare: use"
+        " .to(accelerator.device)",
     )
 
 

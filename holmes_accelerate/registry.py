@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from types import ModuleType
 from typing import Any
 
-__all__ = ["patch", "patch_accelerator", "patch_launch", "patch_local_sgd", "patch_state", "patch_trainer"]
+__all__ = [
+    "patch",
+    "patch_accelerator",
+    "patch_launch",
+    "patch_local_sgd",
+    "patch_operations",
+    "patch_state",
+    "patch_trainer",
+]
 
 _DONE = "_holmes_patched"
 
@@ -33,6 +42,7 @@ def _once(owner: Any) -> bool:
 def patch() -> None:
     """Patch what is imported already, whatever the environment says."""
     for name, function in (
+        ("accelerate.utils.operations", _operations),
         ("accelerate.accelerator", _accelerator),
         ("accelerate.local_sgd", _local_sgd),
         ("transformers.trainer", _trainer),
@@ -84,6 +94,42 @@ def patch_state(module: ModuleType) -> None:
         init(self, cpu, **kwargs)
 
     cls.__init__ = __init__
+
+
+def patch_operations(module: ModuleType) -> None:
+    """`accelerate.utils.gather` and its like count replicas, as the methods of the accelerator do."""
+    if _asked():
+        _operations(module)
+
+
+def _operations(module: ModuleType) -> None:
+    if not _once(module):
+        return
+    for name in ("gather", "gather_object", "pad_across_processes", "reduce"):
+        original = getattr(module, name)
+        replaced = _of_replicas(original)
+        # Modules of Accelerate that have imported the function already; a script comes later.
+        for other in list(sys.modules.values()):
+            if getattr(other, "__name__", "").startswith("accelerate") and vars(other).get(name) is original:
+                setattr(other, name, replaced)
+
+
+def _of_replicas(original: Any) -> Any:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        from holmes_accelerate.process import accelerator
+
+        current = accelerator()
+        if current is None:
+            return original(*args, **kwargs)
+        given = signature.bind(*args, **kwargs)
+        given.apply_defaults()  # those of the function, not of the method
+        method = "_gather_objects" if original.__name__ == "gather_object" else original.__name__
+        return getattr(current, method)(*given.args, **given.kwargs)
+
+    return function
 
 
 def patch_local_sgd(module: ModuleType) -> None:

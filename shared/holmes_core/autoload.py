@@ -39,6 +39,7 @@ _HOOKS: dict[str, tuple[str, str]] = {
     "lightning_fabric.strategies": ("STRATEGY_REGISTRY", "holmes_lightning.registry:register"),
     "accelerate.commands.launch": ("launch_command", "holmes_accelerate.registry:patch_launch"),
     "accelerate.state": ("AcceleratorState", "holmes_accelerate.registry:patch_state"),
+    "accelerate.utils.operations": ("find_device", "holmes_accelerate.registry:patch_operations"),
     "accelerate.accelerator": ("Accelerator", "holmes_accelerate.registry:patch_accelerator"),
     "accelerate.local_sgd": ("LocalSGD", "holmes_accelerate.registry:patch_local_sgd"),
     "transformers.trainer": ("Trainer", "holmes_accelerate.registry:patch_trainer"),

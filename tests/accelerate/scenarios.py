@@ -29,6 +29,7 @@ def started_for_holmes() -> None:
 
     for name, hook in (
         ("accelerate.state", registry.patch_state),
+        ("accelerate.utils.operations", registry.patch_operations),
         ("accelerate.accelerator", registry.patch_accelerator),
         ("accelerate.local_sgd", registry.patch_local_sgd),
         ("transformers.trainer", registry.patch_trainer),

@@ -4,7 +4,9 @@
 In training with labels the call runs the whole schedule, forward and backward, and returns an output whose loss hangs
 on one autograd.Function; the backward of that loss scales this call's gradients and adds them to ``param.grad``. In
 training without labels the call returns the outputs, on which the script computes a loss of its own, and their
-backward goes back through the stages. In eval mode it is a forward, and every rank of the replica gets the outputs.
+backward goes back through the stages. In eval mode it is a forward, and every rank of the replica gets the outputs;
+with gradients enabled they can be differentiated, as of any module (a model from ``from_pretrained`` is in eval mode
+until the script says ``model.train()``, and many do not).
 
 Losses are per replica and averaged over replicas, as under DistributedDataParallel: that is what scripts for these
 hosts expect. Gradients are reduced once, when the optimizer steps or the norm is asked for, however many calls and
@@ -77,6 +79,7 @@ class CallMode:
         self._rules = {False: engine.loss_rule, True: LossRule("items")}
         self._returns_loss: dict[Any, bool] = {}
         self._pending = False
+        self.closed = self._warned = False
         self._versions: dict[nn.Parameter, int] = {}  # of gradients, as the last backward left them
         self._anchor = torch.zeros((), device=engine.device, requires_grad=True)
         self._hooked: set[int] = set()
@@ -124,10 +127,13 @@ class CallMode:
     # ---- calls ---------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the module's forward. Collective over the replica; in training over all ranks."""
+        self._check_open()
         batch = self._named(args, kwargs)
         with self._guard():
-            if not (self.engine.root.training and torch.is_grad_enabled()):
+            if not torch.is_grad_enabled():
                 return self._evaluate(batch)
+            if not self.engine.root.training:
+                return self._open(batch, whole=True)
             if not batch.get(_OUTPUTS) and self._has_loss(batch):
                 return self._train(batch)
             return self._open(batch)
@@ -185,12 +191,12 @@ class CallMode:
             return LossOutput(loss=loss)
         return (loss,) if how in ("tuple", "list") else loss
 
-    def _open(self, batch: dict[str, Any]) -> Any:
-        held = OpenForward(self.engine, lambda b, _: self._run(b), batch)
+    def _open(self, batch: dict[str, Any], *, whole: bool = False) -> Any:
+        held = OpenForward(self.engine, lambda b, _: self._run(b), batch, whole=whole)
         packed, tensors = broadcast(self.engine, held.packed, held.tensors)
         floating = [i for i, t in enumerate(tensors) if t.is_floating_point()]
         apply: Any = _Outputs.apply
-        tied = apply(self._anchor, (self, held, floating, len(tensors)), *[tensors[i] for i in floating])
+        tied = apply(self._anchor, (self, held, floating, len(tensors), whole), *[tensors[i] for i in floating])
         for index, tensor in zip(floating, tied, strict=True):
             tensors[index] = tensor
         return unpack(packed, tensors)
@@ -204,6 +210,31 @@ class CallMode:
         tensors: list[Tensor] = []
         packed = pack(outputs[0], tensors) if outputs else None
         return unpack(*broadcast(engine, packed, tensors))
+
+    def warn_of_eval_mode(self) -> None:
+        """Say once that training in eval mode is right, and slow."""
+        if not self._warned and self.engine.num_stages > 1 and self.engine.rank == 0:
+            warnings.warn(
+                f"{type(self.engine.root).__name__} is trained in eval mode, as after from_pretrained: without dropout,"
+                " and each batch goes through the stages in one piece, so only one stage works at a time. Call"
+                " model.train() before the loop.",
+                stacklevel=2,
+            )
+        self._warned = True
+
+    def close(self) -> None:
+        """Give the process groups back; the model is of no more use. All ranks call it at the same place."""
+        self.closed = True
+        self.engine.groups.close()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise HolmesError(
+                seen=f"a call of a {type(self.engine.root).__name__} that was given back",
+                where="the user's script",
+                means="another model was prepared after accelerator.free_memory(); one pipeline trains one model",
+                do="save what is needed of a model before the next one is prepared",
+            )
 
     # ---- gradients ---------------------------------------------------------------
     def mark_backward(self) -> None:
@@ -345,6 +376,7 @@ class CallMode:
 
     def _meet(self, what: str) -> None:
         """Wait for all ranks before something that all must do, and name those that do not come."""
+        self._check_open()
         if dist.get_world_size() == 1:
             return
         try:
@@ -407,7 +439,9 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        mode, held, floating, count = ctx.held
+        mode, held, floating, count, whole = ctx.held
+        if whole:
+            mode.warn_of_eval_mode()
         by_index: list[Tensor | None] = [None] * count
         for index, grad in zip(floating, grads, strict=True):
             by_index[index] = None if grad is None else grad / mode.dp

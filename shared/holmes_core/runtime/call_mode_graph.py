@@ -31,15 +31,16 @@ class OpenForward:
         engine: The engine.
         step: The user's step.
         batch: This replica's batch.
+        whole: Whether it goes through in one piece instead of micro-batches: a loss among the outputs is then exact.
 
     Attributes:
         packed, tensors: The output of the whole batch on the last stage (`call_mode_outputs.pack`); None and [] on
             others.
     """
 
-    def __init__(self, engine: Engine, step: Step, batch: Any) -> None:
+    def __init__(self, engine: Engine, step: Step, batch: Any, *, whole: bool = False) -> None:
         self._engine = engine
-        self._batches = engine.cut(batch)
+        self._batches = [batch] if whole else engine.cut(batch)
         self._sizes = [microbatch.batch_size_of(b) for b in self._batches]
         self._parts: list[list[Tensor]] = []
         self.packed: Any = None
