@@ -44,6 +44,7 @@ def make_strategy_class(namespace: str) -> type[Any]:
             micro_batch_size: int | None = None,
             schedule: str | None = None,
             run_ahead: int | None = None,
+            wire_dtype: str | None = None,
             defer_weights: bool | None = None,
             overlap: bool | None = None,
             virtual_stages: int | None = None,

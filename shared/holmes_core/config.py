@@ -54,12 +54,15 @@ _CHOICES = {
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
     "embedding": ("auto", "first", "last"),
+    "wire_dtype": ("same", "compute"),
     "checkpoint": ("single", "sharded"),
     "partition": ("auto", "equal", "paper"),
 }
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
-_FLAGS = ("check_loss", "defer_weights", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan")
+_FLAGS = (
+    "check_loss", "checkpoint_async", "defer_weights", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan",
+)  # fmt: skip
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
 
 
@@ -95,6 +98,10 @@ class HolmesConfig(Value):
     run_ahead: int = 0
     """Micro-batches that 1f1b runs ahead at each pipeline edge between clusters, to hide the slow link's round trip;
     costs their activations. The numbers stay the same."""
+
+    wire_dtype: str = "same"
+    """Dtype of activations and their gradients between clusters: ``same`` as in the model, which leaves all numbers as
+    they are, or that of the ``compute`` under mixed precision: half the bytes, rounded once more."""
 
     defer_weights: bool = False
     """Whether 1f1b puts off the weights' part of its first and last backward passes, to be idle less at the start and
@@ -168,7 +175,7 @@ class HolmesConfig(Value):
     """Seconds a collective may wait before the job counts as stuck."""
 
     failure_timeout: float = 30.0
-    """Seconds in which all ranks end after one was killed, stopped or cut off. A rank that is only slow is left alone."""
+    """Seconds in which all ranks end after one was killed, stopped or cut off. One that is only slow is left alone."""
 
     checkpoint: str = "single"
     """``single``: whole tensors, written by rank 0, as one process writes them. ``sharded``: a folder that all ranks

@@ -307,6 +307,23 @@ FAST = (
         uneven=True,
     ),
     Case(
+        name="pp2_tp2_two_clusters",
+        description="each tensor-parallel rank sends its share of the activation (odd sizes, too)",
+        config=_config(
+            pp=2, tp=2, embedding="first", clusters=[{"name": "a", "ranks": [0, 1]}, {"name": "b", "ranks": [2, 3]}]
+        ),
+        tied=True,
+        **CHANGING,
+    ),
+    Case(
+        name="pp2_wire_in_compute_dtype",
+        description="bfloat16 autocast, activations and gradients cross the clusters' border in bfloat16",
+        config=_config(pp=2, wire_dtype="compute", clusters=[{"name": "a", "ranks": [0]}, {"name": "b", "ranks": [1]}]),
+        model="gpt2",
+        tied=True,
+        precision="bf16-mixed",
+    ),
+    Case(
         name="pp4_zbv",
         description="eight stages on four ranks, zero bubble",
         config=_config(pp=4, schedule="zbv"),

@@ -27,6 +27,7 @@ class Boundary:
         index: Position of the hidden state in that tuple or list.
         extras: What stands at the other positions, as `_extra` describes it.
         source: Name of the block that returned it.
+        compute: The dtype of autocast in the step that made it; None without autocast.
     """
 
     shape: tuple[int, ...]
@@ -36,6 +37,7 @@ class Boundary:
     index: int = 0
     extras: tuple[Any, ...] = ()
     source: str = "a block"
+    compute: torch.dtype | None = None
 
     def wrap(self, hidden: Tensor, source: str | None = None) -> Any:
         """Return ``hidden`` in the form in which a block returns it.
@@ -65,12 +67,13 @@ class Boundary:
             self.index,
             list(self.extras),
             self.source,
+            None if self.compute is None else str(self.compute)[6:],
         ]
 
     @classmethod
     def from_json(cls, value: list[Any]) -> Boundary:
         """Return the boundary that `to_json` described."""
-        shape, dtype, requires_grad, form, index, extras, source = value
+        shape, dtype, requires_grad, form, index, extras, source, compute = value
         return cls(
             shape=tuple(shape),
             dtype=getattr(torch, dtype),
@@ -79,6 +82,7 @@ class Boundary:
             index=index,
             extras=_frozen(extras),
             source=source,
+            compute=None if compute is None else getattr(torch, compute),
         )
 
 
@@ -109,6 +113,11 @@ def _frozen(value: Any) -> Any:
     return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
+def _compute(tensor: Tensor) -> torch.dtype | None:
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def describe_output(output: Any, *, block: str) -> tuple[Tensor, Boundary]:
     """Find the hidden state in what a block returned.
 
@@ -124,7 +133,11 @@ def describe_output(output: Any, *, block: str) -> tuple[Tensor, Boundary]:
     """
     if isinstance(output, Tensor):
         return output, Boundary(
-            shape=tuple(output.shape), dtype=output.dtype, requires_grad=output.requires_grad, source=block
+            shape=tuple(output.shape),
+            dtype=output.dtype,
+            requires_grad=output.requires_grad,
+            source=block,
+            compute=_compute(output),
         )
     if isinstance(output, (tuple, list)) and type(output) in (tuple, list):
         for index, item in enumerate(output):
@@ -139,6 +152,7 @@ def describe_output(output: Any, *, block: str) -> tuple[Tensor, Boundary]:
                     index=index,
                     extras=extras,
                     source=block,
+                    compute=_compute(item),
                 )
     raise HolmesError(
         seen=f"block {block!r} returned {type(output).__name__}, not a tensor or a tuple that starts with one",

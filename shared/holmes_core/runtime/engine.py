@@ -42,6 +42,7 @@ from holmes_core.runtime.pulse import Pulse
 from holmes_core.runtime.schedule import build_schedule, run_schedule
 from holmes_core.runtime.split import ParamEntry, decide_stages, drop_absent, slots
 from holmes_core.runtime.stage import Edge, HolmesStage, StageBody
+from holmes_core.runtime.wire import WHOLE, Wire
 
 __all__ = ["Engine", "Step", "TrainResult"]
 
@@ -225,7 +226,7 @@ class Engine:
                 incoming = key.endswith("_in")
                 pair = (peer, self.rank) if incoming else (self.rank, peer)
                 group = self.groups.edge(*pair, direction)
-                made[key] = Edge(peer=peer, group=group, count=self.groups.traffic.add)
+                made[key] = Edge(peer=peer, group=group, count=self.groups.traffic.add, wire=self._wire(peer))
         stage = HolmesStage(
             body=body,
             window=window,
@@ -238,6 +239,13 @@ class Engine:
         stage.on_backward = partial(self._backward_context, window.stage)
         stage.completing = self.gradients.data_parallel.completing
         return stage
+
+    def _wire(self, peer: int) -> Wire:
+        topology = self.plan.topology
+        if topology.cluster_index(peer) == topology.cluster_index(self.rank):
+            return WHOLE
+        shared = self.groups.tp if self.plan.layout.tp > 1 else None
+        return Wire(group=shared, compute_dtype=self.config.wire_dtype == "compute")
 
     @contextmanager
     def _backward_context(self, stage: int) -> Iterator[None]:

@@ -22,6 +22,7 @@ from holmes_core.errors import HolmesError
 from holmes_core.runtime.boundary import Boundary
 from holmes_core.runtime.intercept import Window
 from holmes_core.runtime.torch_compat import stage_backward, stage_backward_input, stage_backward_weight
+from holmes_core.runtime.wire import WHOLE, Wire
 
 __all__ = ["Edge", "HolmesStage", "StageBody"]
 
@@ -36,6 +37,7 @@ class Edge:
     peer: int  # global rank
     group: dist.ProcessGroup
     count: Callable[[dist.ProcessGroup, Tensor], None] = lambda group, tensor: None  # told what is sent
+    wire: Wire = WHOLE
 
 
 class StageBody(nn.Module):
@@ -183,7 +185,7 @@ class HolmesStage(PipelineStage):
             return []
         boundary = self._incoming(fwd_chunk_id)
         self._in_boundary[fwd_chunk_id] = boundary
-        buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device)
+        buffer = self.forward_in.wire.buffer(boundary, self.device)
         self._activations[fwd_chunk_id] = buffer
         return [dist.P2POp(dist.irecv, buffer, self.forward_in.peer, self.forward_in.group)]
 
@@ -191,8 +193,9 @@ class HolmesStage(PipelineStage):
         """Send the output of a micro-batch."""
         if self.forward_out is None:
             return []
-        self._announce(fwd_chunk_id, self._out_boundary[fwd_chunk_id])
-        output = self._outputs[fwd_chunk_id][0].detach().contiguous()
+        boundary = self._out_boundary[fwd_chunk_id]
+        self._announce(fwd_chunk_id, boundary)
+        output = self.forward_out.wire.pack(self._outputs[fwd_chunk_id][0], boundary)
         self.forward_out.count(self.forward_out.group, output)
         return [dist.P2POp(dist.isend, output, self.forward_out.peer, self.forward_out.group)]
 
@@ -201,7 +204,7 @@ class HolmesStage(PipelineStage):
         if self.backward_in is None or not self.has_backward or not self._out_boundary[bwd_chunk_id].requires_grad:
             return []
         boundary = self._out_boundary[bwd_chunk_id]
-        buffer = torch.empty(boundary.shape, dtype=boundary.dtype, device=self.device)
+        buffer = self.backward_in.wire.buffer(boundary, self.device)
         self._grads_out[bwd_chunk_id] = buffer
         return [dist.P2POp(dist.irecv, buffer, self.backward_in.peer, self.backward_in.group)]
 
@@ -209,7 +212,8 @@ class HolmesStage(PipelineStage):
         """Send the gradient of this stage's input."""
         if self.backward_out is None or not self.has_backward or not self._in_boundary[bwd_chunk_id].requires_grad:
             return []
-        grad = self.get_local_bwd_output(bwd_chunk_id)[0].contiguous()
+        grad = self.get_local_bwd_output(bwd_chunk_id)[0]
+        grad = self.backward_out.wire.pack(grad, self._in_boundary[bwd_chunk_id])
         self.backward_out.count(self.backward_out.group, grad)
         return [dist.P2POp(dist.isend, grad, self.backward_out.peer, self.backward_out.group)]
 
@@ -243,6 +247,8 @@ class HolmesStage(PipelineStage):
         if not self.is_first:
             received = self._activations.pop(fwd_chunk_id)
             boundary = self._in_boundary[fwd_chunk_id]
+            if self.forward_in is not None:
+                received = self.forward_in.wire.unpack(received, boundary)
             received.requires_grad_(boundary.requires_grad and self.has_backward)
         output, out_boundary = self.body(self.window, fwd_chunk_id, received, boundary)
         if out_boundary is not None:
@@ -269,6 +275,8 @@ class HolmesStage(PipelineStage):
         if self.trace is not None:
             self.trace.append((self.stage_index, "B" if full_backward else "I", bwd_chunk_id))
         grad = None if self.is_last else self._grads_out.pop(bwd_chunk_id, None)
+        if grad is not None and self.backward_in is not None:
+            grad = self.backward_in.wire.unpack(grad, self._out_boundary[bwd_chunk_id])
         if not output.requires_grad:
             self._weight_work[bwd_chunk_id] = ("none", None, None, None)
             return
