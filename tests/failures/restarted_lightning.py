@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lightning script as people write it; one rank is killed at a step of the first attempt. Usage: SCRIPT OUT RANK STEP."""
+"""A Lightning script; one rank is killed at a step of the first attempt. Usage: SCRIPT OUT RANK STEP."""
 
 from __future__ import annotations
 

@@ -153,3 +153,33 @@ class Regression(nn.Module):
     def forward(self, x: Any, labels: Any) -> Any:
         y = self.model(x)
         return {"loss": nn.functional.mse_loss(y, labels), "logits": y}
+
+
+class Sleeps(nn.Module):
+    """Passes on what comes; takes longer from a step on."""
+
+    def __init__(self, seconds: float, slow: float, after: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.seconds, self.slow, self.after, self.calls = seconds, slow, after, 0
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        time.sleep(self.slow if self.calls > self.after else self.seconds)
+        return self.linear(x)
+
+
+def slows_down(ctx: Context, *, rank: int, after: int, steps: int) -> dict[str, Any]:
+    """Train `steps` steps of two micro-batches; from step `after` on, `rank` computes five times as long."""
+    torch.manual_seed(5)
+    model = Script("", -1, False, "", 0.0)
+    slow = 0.02 if ctx.rank == rank else 0.004
+    model.model.layers = nn.ModuleList(Sleeps(0.004, slow, 2 * after) for _ in range(4))
+    rng = torch.Generator().manual_seed(3)
+    data = torch.utils.data.TensorDataset(torch.randn(64, 4, generator=rng), torch.randn(64, 1, generator=rng))
+    trainer = L.Trainer(
+        strategy="holmes", accelerator="cpu", devices=ctx.world, max_steps=steps, max_epochs=-1,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(data, batch_size=8))
+    return {"loss": float(trainer.callback_metrics["loss"])}

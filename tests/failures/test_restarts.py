@@ -4,14 +4,7 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import socket
-import subprocess
-import sys
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +63,14 @@ def test_any_rank_at_any_step(run_script: Any, tmp_path: Path, rank: int, step: 
 def test_accelerate_launch_restarts_a_job(run_script: Any, tmp_path: Path) -> None:
     for name, rank in (("whole", NEVER), ("killed", 0)):
         (tmp_path / name).mkdir()
-        words = ["-m", "accelerate.commands.launch", "--config", HERE / "two.yaml", "--max_restarts=1"]
+        words = [
+            "-m",
+            "accelerate.commands.accelerate_cli",
+            "launch",
+            "--config",
+            HERE / "two.yaml",
+            "--max_restarts=1",
+        ]
         words += [HERE / "restarted_accelerate.py", tmp_path / name, str(rank), "5"]
         run_script(words, timeout=200).check()
     check_resumed(tmp_path / "killed", losses(tmp_path / "whole"), 5)

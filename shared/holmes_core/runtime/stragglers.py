@@ -89,8 +89,7 @@ class Watcher:
 
     def _slow_ranks(self, found: Mapping[int, _Window]) -> list[tuple[str, str]]:
         before = {rank: median(w.compute for w in old) for rank, old in self._before.items() if old}
-        # Where everything became slower (a longer sequence, a busy machine), nobody is to blame.
-        trend = median(found[rank].compute / before[rank] for rank in before) if before else 1.0
+        grown = {rank: found[rank].compute / old for rank, old in before.items() if old}
         said = []
         for rank, about in self._ranks.items():
             mine = found[rank].compute
@@ -98,6 +97,8 @@ class Watcher:
                      and other["stages"] == about["stages"]]  # fmt: skip
             usual = median(peers) if peers else None
             old = before.get(rank)
+            # Where everything became slower (a longer sequence, a busy machine), nobody is to blame.
+            trend = median([factor for r, factor in grown.items() if r != rank] or [1.0])
             than = []
             if usual and mine > _SLOWER * usual:
                 than.append(f"{usual:.3g} s on the other ranks of its stage")
