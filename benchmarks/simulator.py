@@ -3,10 +3,10 @@
 
     sudo .venv/bin/python benchmarks/simulator.py [--layouts NAME ...] [--steps 5] [--json FILE] [--out FILE]
 
-The model is a GPT of 27 M parameters; hosts have one rank each and CPU quotas. Each setting is a lab of its own: it is
-probed once, each layout's step time and memory are predicted from that, and then each layout trains in it. Step time is
-the median of the steps after warm-up; memory is each rank's peak resident set (it must cover what was there before the
-model, too).
+The model is a GPT of 27 M parameters; hosts have one rank each, and CPU quotas that leave part of the machine free, so
+that other programs disturb less. Each setting is a lab of its own: it is probed once, each layout's step time and
+memory are predicted from that, and then each layout trains in it. Step time is the median after warm-up; memory
+is each rank's peak resident set after warm-up.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-WARM_UP = 3
-REPLICA_BATCH, LENGTH, VOCAB = 8, 128, 4096
+WARM_UP = 2
+REPLICA_BATCH, LENGTH, VOCAB = 8, 64, 4096
 MODEL = {
     "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": LENGTH, "n_embd": 512, "n_layer": 8, "n_head": 8,
     "use_cache": False, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None,
@@ -33,9 +33,9 @@ MODEL = {
 }  # fmt: skip
 _TWO = {
     "clusters": [{"name": "a", "kind": "infiniband", "hosts": 2}, {"name": "b", "kind": "roce", "hosts": 2}],
-    "rdma_rate": "2500mbit", "ethernet_rate": "200mbit", "cpu": 0.5,
+    "rdma_rate": "2500mbit", "ethernet_rate": "100mbit", "cpu": 0.36,
 }  # fmt: skip
-_SLOW = {**_TWO, "clusters": [{**_TWO["clusters"][0], "cpu": 0.6}, {**_TWO["clusters"][1], "cpu": 0.3}]}  # type: ignore[index]
+_SLOW = {**_TWO, "clusters": [{**_TWO["clusters"][0], "cpu": 0.48}, {**_TWO["clusters"][1], "cpu": 0.24}]}  # type: ignore[index]
 SETTINGS: dict[str, dict[str, Any]] = {"two clusters": _TWO, "b slowed to half": _SLOW}
 LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2 dp2": ("two clusters", {"pp": 2, "num_microbatches": 4}),
@@ -54,49 +54,35 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def train(steps: int, out: str) -> None:
     """Be one rank: train, and write what was predicted and measured."""
-    import lightning.pytorch as L
     import torch
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from holmes_core import parallelize
+
     torch.set_num_threads(1)
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
-            self.times: list[float] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(**batch).loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-        def on_train_batch_start(self, *_: Any) -> None:
-            if len(self.times) == WARM_UP:  # the check of the first loss is past
-                _forget_peak()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.times.append(time.perf_counter())
-
-    rows = torch.randint(0, VOCAB, (4 * REPLICA_BATCH * (steps + WARM_UP + 2), LENGTH))
-    loader = torch.utils.data.DataLoader([{"input_ids": r, "labels": r} for r in rows], batch_size=REPLICA_BATCH)
-    trainer = L.Trainer(
-        strategy="holmes", accelerator="cpu", devices=1, num_nodes=4, max_steps=steps + WARM_UP, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module, loader)
-    plan = trainer.strategy._engine.plan
-    peaks: list[Any] = [None] * trainer.world_size
-    place = plan.grid.coordinates(trainer.global_rank)
-    dist.all_gather_object(peaks, (place.pp, _peak()))
-    if trainer.is_global_zero:
-        times = module.times[WARM_UP - 1 :]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**MODEL))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    run = parallelize(model, optimizer)
+    plan = run.engine.plan
+    times = []
+    for step in range(steps + WARM_UP):
+        if step == WARM_UP:  # the check of the first loss is past
+            _forget_peak()
+        generator = torch.Generator().manual_seed(step * plan.layout.dp + run.replica)
+        ids = torch.randint(0, VOCAB, (REPLICA_BATCH, LENGTH), generator=generator)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter())
+    peaks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(peaks, (plan.grid.coordinates(dist.get_rank()).pp, _peak()))
+    if dist.get_rank() == 0:
+        assert plan.prediction is not None
         found = {
-            "steps": [b - a for a, b in pairwise(times)],
+            "steps": [b - a for a, b in pairwise(times[WARM_UP - 1 :])],
             "peaks": [max(peak for pp, peak in peaks if pp == rank) for rank in range(plan.layout.pp)],
             "prediction": plan.prediction.to_json(),
             "layers": plan.layers_per_stage,
@@ -190,7 +176,9 @@ def main() -> None:
             if names:
                 found |= measure(setting, names, args.steps, Path(folder))
     text = table(found)
-    text += f"\ntorch {version('torch')}, lightning {version('lightning')}, Python {platform.python_version()}; load "
+    text += (
+        f"\ntorch {version('torch')}, transformers {version('transformers')}, Python {platform.python_version()}; load "
+    )
     text += f"average at the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n"
     print(text)
     if args.json:

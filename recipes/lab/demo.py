@@ -62,7 +62,7 @@ def train(spec: LabSpec, out: Path, steps: int, settings: dict[str, Any], *, qui
     """Run the script once per host of a new lab."""
     out.mkdir()
     config, traffic = out / "holmes.yaml", out / "traffic.json"
-    config.write_text(yaml.safe_dump({"traffic_file": str(traffic), **settings}))
+    config.write_text(yaml.safe_dump({"traffic_file": str(traffic), "probe": "off", **settings}))
     words = [sys.executable, str(SCRIPT), "--accelerator", "cpu", "--devices", "1", "--num-nodes", str(len(spec.hosts))]
     words += ["--size", "demo", "--layers", str(LAYERS), "--hidden", str(HIDDEN), "--vocab-size", str(VOCAB)]
     words += ["--seq-len", str(SEQ), "--batch-size", str(BATCH), "--max-bytes", "1000000", "--lr", "1e-3"]

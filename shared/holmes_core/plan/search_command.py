@@ -10,12 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from holmes_core.cluster.host import ClusterSpec
-from holmes_core.config import SCHEDULES, HolmesConfig
+from holmes_core.config import SCHEDULES, V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.plan.cost import COMPUTE_EFFICIENCY, PRECISIONS, Job
 from holmes_core.plan.hardware import Hardware, load_hardware, topology_of_specs
 from holmes_core.plan.layout import choose_layout
 from holmes_core.plan.plan import Plan, make_plan
+from holmes_core.plan.plan_file import write_plan
 from holmes_core.plan.profile_config import profile_of_config
 from holmes_core.plan.profile_names import find_config
 from holmes_core.plan.search import Candidate, Limits, SearchResult, search
@@ -36,7 +37,9 @@ def main(words: list[str]) -> int:
         description="Find the fastest layout for a model on declared clusters. Needs no GPU, no network, no weights.",
     )
     add_job_options(parser)
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the layout here; give it to the job as config")
+    parser.add_argument("-o", "--output", metavar="FILE",
+        help="write the layout as a holmes.yaml, the job's config; a name ending in .json gets the whole plan, which "
+        "the job follows exactly or refuses (`plan: FILE`)")  # fmt: skip
     parser.add_argument("--overwrite", action="store_true", help="replace FILE")
     parser.add_argument("--runners-up", type=int, default=5, metavar="N", help="how many to show (default 5)")
     given = parser.parse_args(words)
@@ -47,11 +50,15 @@ def main(words: list[str]) -> int:
         _check_limits(specs, job, limits)
         result = search(job, limits, keep=given.runners_up)
         config = config_of(specs, result.best)
-        plan = plan_of(config, job) if job.hardware.ranks <= _LARGEST_TABLE else None
+        as_plan = bool(given.output) and given.output.endswith(".json")
+        plan = plan_of(config, job, result.best) if as_plan or job.hardware.ranks <= _LARGEST_TABLE else None
         from holmes_core.report.prediction_table import print_search
 
-        print_search(job, result, plan)
-        if given.output:
+        print_search(job, result, plan if job.hardware.ranks <= _LARGEST_TABLE else None)
+        if as_plan and plan is not None:
+            write_plan(plan, given.output)
+            print(f"\nwritten: {given.output}")
+        elif given.output:
             Path(given.output).write_text(_yaml(config, job, result), encoding="utf-8")
             print(f"\nwritten: {given.output}")
     except HolmesError as error:
@@ -148,20 +155,27 @@ def config_of(specs: tuple[ClusterSpec, ...], best: Candidate) -> HolmesConfig:
         virtual_stages=choice.virtual_stages,
         micro_batch_size=choice.micro_batch_size,
         layers_per_stage=choice.layers_per_stage,
+        recompute=choice.recompute or None,
+        embedding="last" if choice.embedding_on_last else "auto",
         clusters=tuple(specs[index] for index in choice.order),
     )
 
 
-def plan_of(config: HolmesConfig, job: Job) -> Plan:
-    """Return the plan of a job that follows a configuration and whose rank 0 is in the last cluster."""
+def plan_of(config: HolmesConfig, job: Job, best: Candidate | None = None) -> Plan:
+    """Return the plan of a job that follows a configuration, with the prediction of a candidate.
+
+    Its rank 0 is in the last cluster (V schedules: in the first), where the last stage is.
+    """
     assert config.clusters is not None
     by_name = {cluster.name: cluster for cluster in job.hardware.clusters}
-    # Ranks count from the last cluster, so that rank 0 runs the last stage; clusters then stand in pipeline order.
-    order = [config.clusters[-1], *config.clusters[:-1]]
-    hardware = Hardware(clusters=tuple(by_name[spec.name] for spec in order))
-    topology = topology_of_specs(tuple(order), hardware)
-    turned = replace(topology, clusters=(*topology.clusters[1:], topology.clusters[0]))
-    return make_plan(config, turned, job.profile.facts(), device_type="cuda")
+    specs = list(config.clusters)
+    if config.schedule not in V_SCHEDULES:
+        specs = [specs[-1], *specs[:-1]]  # ranks count from the last cluster; clusters then stand in pipeline order
+    topology = topology_of_specs(tuple(specs), Hardware(clusters=tuple(by_name[spec.name] for spec in specs)))
+    position = {spec.name: index for index, spec in enumerate(config.clusters)}
+    clusters = sorted(topology.clusters, key=lambda cluster: position[cluster.name])
+    plan = make_plan(config, replace(topology, clusters=tuple(clusters)), job.profile.facts(), device_type="cuda")
+    return plan if best is None else replace(plan, prediction=best.prediction)
 
 
 def _yaml(config: HolmesConfig, job: Job, result: SearchResult) -> str:
@@ -176,11 +190,13 @@ def _yaml(config: HolmesConfig, job: Job, result: SearchResult) -> str:
     ]
     if len(config.clusters) > 1 and last.hosts:
         lines.append(f"# Start global rank 0 on {last.hosts[0]}: the cluster of rank 0 comes last in the pipeline.")
-    if choice.recompute:
-        lines.append("# Needs recomputation: call model.gradient_checkpointing_enable() in the script.")
     lines += [f"{name}: {getattr(config, name)}" for name in ("pp", "dp", "tp", "schedule", "micro_batch_size")]
     if choice.virtual_stages > 1:
         lines.append(f"virtual_stages: {choice.virtual_stages}")
+    if choice.recompute:
+        lines.append("recompute: true  # without it the memory would not do")
+    if choice.embedding_on_last:
+        lines.append("embedding: last")
     lines.append(f"layers_per_stage: {list(choice.layers_per_stage)}")
     lines.append("clusters:  # in pipeline order")
     for spec in config.clusters:

@@ -99,7 +99,8 @@ def choice_of_config(config: HolmesConfig, model: CostModel, limits: Limits) -> 
         schedule=config.schedule,
         virtual_stages=config.stages_per_rank,
         micro_batch_size=x,
-        recompute=bool(limits.recompute),
+        recompute=bool(limits.recompute if config.recompute is None else config.recompute),
+        embedding_on_last=config.embedding == "last",
     )
     layers = config.layers_per_stage or split_blocks(model, choice, limits.partition)
     if layers is None or len(layers) != choice.num_stages or sum(layers) != len(job.profile.blocks):

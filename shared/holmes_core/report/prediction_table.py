@@ -11,6 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from holmes_core.config import V_SCHEDULES
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.plan import Plan
 from holmes_core.plan.search import Candidate, SearchResult, why_slower
@@ -95,7 +96,7 @@ def stage_reasons(job: Job, result: SearchResult) -> list[str]:
             continue
         seen.add(key)
         speed = model.speeds[place.cluster] / 1e12
-        known = "measured" if clusters[place.cluster].speed else "assumed"
+        known = "declared" if clusters[place.cluster].speed else "assumed"
         spent = costs.forward[stage] + costs.backward[stage]
         why = f"{speed:.4g} TFLOP/s per GPU ({known})"
         if stage == last:
@@ -111,10 +112,10 @@ def stage_reasons(job: Job, result: SearchResult) -> list[str]:
     if any(edge.kind == "across" for edge in costs.edges):
         lines.append("sockets: one port per pair of hosts; NCCL_SOCKET_NTHREADS=4 NCCL_NSOCKS_PERTHREAD=4 may fill it")
     if choice.recompute:
-        lines.append("blocks are recomputed: call model.gradient_checkpointing_enable() in the script")
+        lines.append("blocks are recomputed in the backward pass (recompute: true)")
     lines.append(f"each replica's batch is {job.batch // choice.dp} samples: the DataLoader's batch_size")
     last_cluster = clusters[choice.order[-1]].name
-    if len(clusters) > 1:
+    if len(clusters) > 1 and choice.schedule not in V_SCHEDULES:
         lines.append(f"start global rank 0 on a host of {last_cluster}: its cluster comes last in the pipeline")
     lines += [f"assumed: {text}" for text in (*job.hardware.assumptions, *job.profile.assumptions)]
     return lines

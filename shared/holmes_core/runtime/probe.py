@@ -8,7 +8,6 @@ runs in a copy of the model with two blocks and a small vocabulary, so that a mo
 from __future__ import annotations
 
 import json
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -44,9 +43,9 @@ from holmes_core.runtime.model_facts import hugging_face_model
 __all__ = ["StepHint", "Waits", "measure_speed", "rank_memory", "read_probe", "run_probe"]
 
 #: A control group's processor quota comes in slices of up to 100 ms: shorter measurements see bursts or pauses.
-_WINDOW = 0.12
-_WINDOWS = 5
-_LONGEST = 2.5  # seconds for one size of micro-batch
+_WINDOW = 0.2
+_WINDOWS = 8
+_LONGEST = 2.0  # seconds for one size of micro-batch
 _SMALL_VOCABULARY = 8192
 _MOST_SAMPLES = 8
 _USABLE = 0.92  # of a GPU's memory, before fragmentation makes an allocation fail
@@ -152,6 +151,11 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
     )
 
 
+def _undisturbed(times: Sequence[float]) -> float:
+    """The lower quartile: other programs make windows longer, and a quota's burst makes single ones shorter."""
+    return sorted(times)[len(times) // 4]
+
+
 def _nothing() -> None:
     pass
 
@@ -208,7 +212,7 @@ def _inputs_of(
 
 
 def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward pass: medians over windows, each of many passes."""
+    """Return the seconds of a forward and of a backward pass, over windows of many passes each."""
     forward: list[float] = []
     backward: list[float] = []
     start = time.perf_counter()
@@ -220,7 +224,7 @@ def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, fl
             there, back, count = there + f, back + b, count + 1
         forward.append(there / count)
         backward.append(back / count)
-    return statistics.median(forward), statistics.median(backward)
+    return _undisturbed(forward), _undisturbed(backward)
 
 
 def _around_blocks(
@@ -266,7 +270,7 @@ def _around_blocks(
     finally:
         for handle in handles:
             handle.remove()
-    return statistics.median(forward), statistics.median(backward)
+    return _undisturbed(forward), _undisturbed(backward)
 
 
 def _one_pass(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
@@ -288,14 +292,14 @@ def _optimizer_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
     times: list[float] = []
     for _ in range(_WINDOWS):
         spent, count = 0.0, 0
-        while spent < _WINDOW / 2:
+        while spent < _WINDOW / 4:
             sync()
             begin = time.perf_counter()
             optimizer.step()
             sync()
             spent, count = spent + time.perf_counter() - begin, count + 1
         times.append(spent / count)
-    return statistics.median(times) / sum(p.numel() for p in params)
+    return _undisturbed(times) / sum(p.numel() for p in params)
 
 
 def _matrix_products(

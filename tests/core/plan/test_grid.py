@@ -12,7 +12,7 @@ from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 from holmes_core.cluster.host import Cluster, Host
 from holmes_core.cluster.topology import Topology
 from holmes_core.errors import ConfigError
-from holmes_core.plan.grid import Coordinates, Grid, make_grid
+from holmes_core.plan.grid import Coordinates, make_grid
 from holmes_core.plan.layout import Layout
 from holmes_core.plan.transport import choose_transport
 from holmes_core.report.plan_table import print_plan, render_plan
