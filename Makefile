@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target works on a fresh machine: it makes .venv with the tested versions first, and again when they change.
-#   make demo | demo-lab | test | test-all | test-latest | lint | bench | clean      PYTHON=python3.12 make test: another Python
+#   make demo | demo-lab | test | test-all | test-accelerate-versions | test-latest | lint | bench | clean      PYTHON=python3.12 make test: another Python
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,7 +12,7 @@ ARGS   ?=
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-accelerate demo-lab test test-all test-latest lint bench clean
+.PHONY: demo demo-accelerate demo-lab test test-all test-accelerate-versions test-latest lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp
@@ -31,6 +31,10 @@ test: $(VENV)/.stamp
 test-all: $(VENV)/.stamp
 	@$(BIN)/python -m pytest -q -m "slow or not slow" $(ARGS)
 
+# Accelerate from the oldest release that is supported to the newest that was tested (some minutes).
+test-accelerate-versions: $(VENV)/.stamp
+	@VENV=$(VENV) ARGS="$(ARGS)" tests/accelerate/versions.sh
+
 # The newest releases of everything, without constraints.txt: tells early what breaks.
 test-latest: $(LATEST)/.stamp
 	@$(LATEST)/bin/python -m pip freeze --exclude-editable | grep -iE '^(torch|lightning|accelerate|transformers)=='
@@ -46,7 +50,7 @@ bench: $(VENV)/.stamp
 	done; [ -n "$$found" ] || { echo "make bench: there is no benchmarks/bench_*.py yet" >&2; exit 1; }
 
 clean:
-	rm -rf $(VENV) $(LATEST) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(LATEST) $(VENV)-accelerate build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # -qq: pip says nothing but errors. The stamp is written last, so an interrupted installation is done again.
 $(VENV)/.stamp: pyproject.toml constraints.txt

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
@@ -52,6 +54,9 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
     _freed: CallMode | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        too_new = refusals.check_version(accelerate.__version__)
+        if too_new is not None and os.environ.get("RANK", "0") == "0":
+            warnings.warn(too_new, stacklevel=2)
         plugin, kwargs = take_plugin(kwargs)
         self.holmes_config = plugin.config if plugin is not None else HolmesConfig.load(env=os.environ)
         refusals.refuse_other_engines(kwargs, os.environ)

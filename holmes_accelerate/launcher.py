@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+import accelerate
 import yaml
 
+from holmes_accelerate.refusals import check_version
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.runtime.environment import set_missing
@@ -67,6 +69,7 @@ def _prepare(args: Any) -> str | None:
     given = _read(path)
     if given is None or _SECTION not in given:
         return None
+    check_version(accelerate.__version__)
     config = HolmesConfig.load(kwargs={"config": path}, env={})  # wrong keys are found here, not on every rank
     del given[_SECTION]
     per_machine = given.pop(_PER_MACHINE, None)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +12,10 @@ from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.plan.layout import Layout
 
 __all__ = [
+    "NEWEST",
+    "OLDEST",
     "check_same_layout",
+    "check_version",
     "dispatched",
     "local_sgd",
     "part_of_the_parameters",
@@ -22,6 +27,9 @@ __all__ = [
     "unknown_loader",
 ]
 
+#: Releases of Accelerate whose loaders, launcher and hooks were tested: tests/accelerate/versions.sh.
+OLDEST, NEWEST = (1, 10), (1, 15)
+
 _ENGINES = {
     "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
     "deepspeed_plugins": "ACCELERATE_USE_DEEPSPEED",
@@ -30,6 +38,35 @@ _ENGINES = {
     "torch_tp_plugin": "ACCELERATE_USE_TP",
     "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
+
+
+def check_version(version: str) -> str | None:
+    """Check the release of Accelerate.
+
+    Args:
+        version: ``accelerate.__version__``.
+
+    Returns:
+        A line to warn with where the release is newer than those that were tested, else None.
+
+    Raises:
+        ConfigError: It is older than those that are supported.
+    """
+    found = tuple(int(digits) for digits in re.findall(r"\d+", version)[:2])
+    oldest, newest = (".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    if found < OLDEST:
+        raise ConfigError(
+            seen=f"Accelerate {version}",
+            where=f"Python environment {sys.prefix}",
+            means=f"Holmes supports Accelerate {oldest} and newer; older ones iterate and launch in another way",
+            do=f'pip install "accelerate>={oldest}"',
+        )
+    if found > NEWEST:
+        return (
+            f"Accelerate {version} is newer than the releases Holmes was tested with ({oldest} to {newest});"
+            f' if something fails, try pip install "accelerate=={newest}.*"'
+        )
+    return None
 
 
 def refuse_other_engines(kwargs: Mapping[str, Any], env: Mapping[str, str]) -> None:

@@ -16,8 +16,15 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import GeneralTracker, on_main_process
-from accelerate.utils import ProfileKwargs, find_executable_batch_size, gather, gather_object, set_seed
-from accelerate.utils import pad_across_processes, reduce  # isort: skip
+from accelerate.utils import (
+    ProfileKwargs,
+    find_executable_batch_size,
+    gather,
+    gather_object,
+    pad_across_processes,
+    reduce,
+    set_seed,
+)
 from torch.utils.data import DataLoader, Dataset
 from transformers import BatchEncoding, BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
