@@ -27,6 +27,7 @@ from holmes_core.runtime import state
 from holmes_core.runtime.call_mode import CallMode, of_model
 from holmes_core.runtime.checkpoint_files import (
     MANIFEST,
+    as_os_error,
     put_in_place,
     read_manifest,
     remove,
@@ -153,11 +154,9 @@ class CheckpointHooks(_Base):
             stack.callback(setattr, naming, "automatic_checkpoint_naming", automatic)
             try:
                 super().save_state(str(temporary), safe_serialization, **kwargs)
-            except OSError as error:
-                problem = storage_error(error, path=path, place=checkpoints.place_of_rank())
-            except Exception as error:  # safetensors and torch do not say why writing failed
-                written = OSError(0, f"{type(error).__name__}: {error}")
-                problem = storage_error(written, path=path, place=checkpoints.place_of_rank())
+            except Exception as error:
+                cause = as_os_error(error, temporary.parent)
+                problem = storage_error(cause, path=path, place=checkpoints.place_of_rank())
         self._raise_and_remove(problem, temporary)
         if sharded:
             tree = {"models": models, "optimizers": states}

@@ -13,17 +13,28 @@ Files are always read with `weights_only=True`. There is no unsafe fallback.
 from __future__ import annotations
 
 import argparse
-import json
-import pickle
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holmes_core.errors import HolmesError
+from holmes_core.convert_read import (
+    SHOWN,
+    ConvertError,
+    error,
+    read_checkpoint,
+    read_json,
+    read_whole,
+    some,
+    state_of,
+    stored_config,
+    values_of,
+    write_single_file,
+)
+from holmes_core.runtime.checkpoint_files import put_in_place
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +43,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ConvertError", "convert_checkpoint", "main", "write_single_file"]
 
-_WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,12 +55,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_SHOWN = 5
 _BAR_FROM = 10**9  # bytes
-
-
-class ConvertError(HolmesError, ValueError):
-    """The checkpoint, the config and the wanted directory do not go together."""
 
 
 def convert_checkpoint(
@@ -92,20 +97,20 @@ def convert_checkpoint(
     """
     checkpoint, out = Path(checkpoint), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())) and not overwrite:
-        raise _error(f"{out} exists and is not empty", "nothing was written", "choose another, or --overwrite")
-    content = _read(checkpoint)
-    state, holmes = _state_dict(checkpoint, content)
+        raise error(f"{out} exists and is not empty", "nothing was written", "choose another, or --overwrite")
+    content = read_checkpoint(checkpoint)
+    state, holmes = state_of(checkpoint, content)
     hparams = content.get("hyper_parameters")
-    model = _meta_model(config if config is not None else _stored_config(checkpoint, holmes, hparams), holmes)
+    model = _meta_model(config if config is not None else stored_config(checkpoint, holmes, hparams), holmes)
 
     adapter = _adapter_name(state)
     if adapter is not None:
         model = _with_adapters(model, adapter, lora_config, holmes, hparams)
     elif merge_lora or lora_config is not None:
-        raise _error(f"no lora_ weights in {checkpoint}", "nothing to merge", "leave out the LoRA options")
+        raise error(f"no lora_ weights in {checkpoint}", "nothing to merge", "leave out the LoRA options")
 
     weights = _select(state, model, model_key, holmes.get("model_path"))
-    weights = _whole(weights)
+    weights = read_whole(weights)
     _check_shapes(weights, model)
     _untie(weights, model)
     _cast(weights, dtype)
@@ -120,9 +125,7 @@ def convert_checkpoint(
         if tokenizer is not None:
             _copy_tokenizer(Path(tokenizer), partial)
         partial.chmod(0o755)
-        if out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
+        put_in_place(partial, out)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out
@@ -159,171 +162,6 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-# -- reading ----------------------------------------------------------------------------------------------------------
-
-
-def _read(path: Path) -> dict[str, Any]:
-    import torch
-
-    if path.is_dir():
-        return _read_folder(path)
-    if not path.is_file():
-        raise _error(f"{path} does not exist", "there is nothing to read", "check the path")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
-        raise _not_weights_only(path, error) from error
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise _error(
-            f"{path} cannot be read by torch.load: {str(error).splitlines()[0]}",
-            "the file is damaged, cut short, in torch's format from before 1.6, or no checkpoint at all",
-            "give a file written by trainer.save_checkpoint",
-        ) from error
-    if not isinstance(content, dict):
-        raise _error(f"{path} holds a {type(content).__name__}", "no checkpoint", "give a Lightning .ckpt file")
-    return content
-
-
-def _read_folder(path: Path) -> dict[str, Any]:
-    """Return the content of a folder; tensors in parts are read by `_whole`, once it is known which are needed."""
-    from safetensors.torch import load_file
-
-    from holmes_core.runtime.checkpoint import check_checkpoint, load_tree
-    from holmes_core.runtime.checkpoint_files import read_manifest
-
-    try:
-        if read_manifest(path).kind == "sharded":
-            content: dict[str, Any] = load_tree(path)
-        else:
-            check_checkpoint(path)
-            content = {"models": [load_file(path / "model.safetensors")]}
-    except (HolmesError, OSError) as error:
-        raise _error(
-            error.seen if isinstance(error, HolmesError) else str(error),
-            (isinstance(error, HolmesError) and error.means) or f"{path} is no checkpoint that can be read",
-            "give a file or folder that a finished save wrote",
-        ) from error
-    if "models" in content:  # of Accelerator.save_state
-        ours = path / "holmes_state.json"
-        holmes = json.loads(ours.read_text("utf-8")) if ours.is_file() else {}
-        content = {"state_dict": content["models"][0], "holmes": holmes}
-    return content
-
-
-def _whole(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    from holmes_core.runtime.checkpoint import load_whole
-
-    try:
-        whole: dict[str, Tensor] = load_whole(weights)
-    except HolmesError as error:
-        raise _error(error.seen, error.means or "the checkpoint is damaged", error.do) from error
-    return whole
-
-
-def write_single_file(checkpoint: Path | str, out: Path | str, *, overwrite: bool = False) -> Path:
-    """Write a Lightning checkpoint that is a folder as one file, which loads under any strategy.
-
-    Args:
-        checkpoint: The folder.
-        out: The file; it appears only when it is complete.
-        overwrite: Replace it where it exists.
-
-    Returns:
-        The file, as a Path.
-
-    Raises:
-        ConvertError: The folder is no whole checkpoint of Lightning, or `out` exists.
-    """
-    from holmes_core.runtime.checkpoint import load_tree, load_whole
-    from holmes_core.runtime.checkpoint_saver import save_file
-
-    checkpoint, out = Path(checkpoint), Path(out)
-    if out.exists() and not (overwrite and out.is_file()):
-        raise _error(f"{out} exists", "nothing was written", "choose another name, or --overwrite")
-    try:
-        tree = load_tree(checkpoint)
-        if "state_dict" not in tree:
-            raise _error(
-                f"{checkpoint} was written by Accelerator.save_state",
-                "its model and optimizer are not those of a LightningModule",
-                "without --single-file its model becomes a Hugging Face directory",
-            )
-        save_file(out, load_whole(tree))
-    except ConvertError:
-        raise
-    except HolmesError as error:
-        raise _error(error.seen, error.means or "the checkpoint cannot be read", error.do) from error
-    return out
-
-
-def _not_weights_only(path: Path, error: Exception) -> ConvertError:
-    import torch.serialization
-
-    try:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
-    except Exception:
-        names = []
-    if not names:
-        return _error(
-            f"{path} cannot be read: {str(error).splitlines()[0]}", "not a checkpoint", "give a Lightning .ckpt file"
-        )
-    return _error(
-        f"{path} holds Python objects beside the weights: {', '.join(names[:_SHOWN])}",
-        "reading them can run code from the file, so Holmes does not (most often they come from save_hyperparameters)",
-        "if you trust them: torch.serialization.add_safe_globals([...]) before convert_checkpoint; or load the file "
-        "yourself and save only the weights: torch.save({'state_dict': ckpt['state_dict']}, 'weights.ckpt'), then "
-        "convert that with --config",
-    )
-
-
-def _state_dict(path: Path, content: dict[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
-    """Return the weights, under names without wrappers, and what the Holmes strategy noted."""
-    from torch import Tensor
-
-    state = content.get("state_dict", content)
-    tensors = {k: v for k, v in state.items() if isinstance(v, Tensor)} if isinstance(state, Mapping) else {}
-    if not tensors:
-        raise _error(
-            f"no weights in {path}; its keys: {_some(content)}",
-            "not a checkpoint of a model, or one of a sharded format",
-            "give a file written by trainer.save_checkpoint",
-        )
-    plain = {".".join(part for part in key.split(".") if part not in _WRAPPERS): v for key, v in tensors.items()}
-    holmes = content.get("holmes")
-    return (plain if len(plain) == len(tensors) else tensors), (holmes if isinstance(holmes, Mapping) else {})
-
-
-def _stored_config(path: Path, holmes: Mapping[str, Any], hparams: object) -> Mapping[str, Any]:
-    if isinstance(stored := holmes.get("model_config"), Mapping):
-        return stored
-    found = [v for v in _values(hparams) if isinstance(v, Mapping) and "model_type" in v]
-    if len(found) == 1:
-        return found[0]
-    raise _error(
-        f"{path} holds no model config",
-        "it was not written by the Holmes strategy, or its model is no transformers model",
-        "pass --config with the model's config.json (model.config.save_pretrained(DIR) writes one)",
-    )
-
-
-def _values(mapping: object) -> Iterable[Any]:
-    return mapping.values() if isinstance(mapping, Mapping) else ()
-
-
-def _json(source: Path | str | Mapping[str, Any], name: str) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return dict(source)
-    path = Path(source)
-    path = path / name if path.is_dir() else path
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise _error(f"{path}: {error}", f"no readable {name}", f"give a {name} or its directory") from error
-    if not isinstance(value, dict):
-        raise _error(f"{path} holds no JSON object", f"not a {name}", f"give a {name} or its directory")
-    return value
-
-
 # -- matching ---------------------------------------------------------------------------------------------------------
 
 
@@ -332,11 +170,11 @@ def _meta_model(source: Path | str | Mapping[str, Any], holmes: Mapping[str, Any
     import torch
     import transformers
 
-    values = _json(source, "config.json")
+    values = read_json(source, "config.json")
     try:
         config_class = transformers.models.auto.configuration_auto.CONFIG_MAPPING[values["model_type"]]
     except KeyError:
-        raise _error(
+        raise error(
             f"model_type is {values.get('model_type')!r}",
             f"transformers {transformers.__version__} knows no such model",
             "install the transformers version that the model was trained with",
@@ -380,9 +218,9 @@ def _select(
 
     kind = type(model).__name__
     if not count:
-        raise _error(
+        raise error(
             f"no weight of the checkpoint belongs to {kind}",
-            f"checkpoint: {_some(state)}; {kind}: {_some(names)}",
+            f"checkpoint: {some(state)}; {kind}: {some(names)}",
             "pass the --config of the model that was trained",
         )
     full = [prefix for prefix in count if not missing(prefix)]
@@ -391,13 +229,13 @@ def _select(
     if model_key is None:
         if len(full) > 1:
             keys = ", ".join(repr(p) for p in sorted(full))
-            raise _error(f"{kind} fits at {keys}", "the checkpoint holds several models", "pass --model-key")
+            raise error(f"{kind} fits at {keys}", "the checkpoint holds several models", "pass --model-key")
         model_key = full[0] if full else count.most_common(1)[0][0]
     if gone := missing(model_key):
-        raise _error(
-            f"{len(gone)} of the {len(names)} weights of {kind} are not under {model_key!r}: {_some(gone)}",
+        raise error(
+            f"{len(gone)} of the {len(names)} weights of {kind} are not under {model_key!r}: {some(gone)}",
             "the config describes another model, or the checkpoint is incomplete",
-            f"pass the right --config{'' if model_key in count else f' or --model-key, best: {_some(count)}'}",
+            f"pass the right --config{'' if model_key in count else f' or --model-key, best: {some(count)}'}",
         )
 
     dot = f"{model_key}." if model_key else ""
@@ -411,8 +249,8 @@ def _select(
         if name not in names and name.split(".")[0] in tops and name not in ignored and not _is_old_buffer(name)
     ]
     if extra:
-        raise _error(
-            f"{len(extra)} weights under {model_key!r} have no place in {kind}: {_some(extra)}",
+        raise error(
+            f"{len(extra)} weights under {model_key!r} have no place in {kind}: {some(extra)}",
             "the config describes a smaller or another model; writing it would lose them",
             "pass the right --config",
         )
@@ -431,8 +269,8 @@ def _check_shapes(weights: Mapping[str, Tensor], model: torch.nn.Module) -> None
         if name in weights and weights[name].shape != value.shape
     ]
     if wrong:
-        raise _error(
-            f"{len(wrong)} weights have another shape:\n" + "\n".join(wrong[:_SHOWN]),
+        raise error(
+            f"{len(wrong)} weights have another shape:\n" + "\n".join(wrong[:SHOWN]),
             "the config does not describe the model that was trained",
             "pass the right --config",
         )
@@ -449,7 +287,7 @@ def _untie(weights: dict[str, Tensor], model: torch.nn.Module) -> None:
         if source not in weights:
             weights[source] = copy
         elif not torch.equal(weights[source], copy):
-            raise _error(
+            raise error(
                 f"{alias} and {source} differ",
                 "the config says that they are one weight (tie_word_embeddings), the training says two",
                 "pass --config with tie_word_embeddings false",
@@ -461,22 +299,13 @@ def _cast(weights: dict[str, Tensor], dtype: str | None) -> None:
 
     kind = None if dtype is None else getattr(torch, _DTYPES.get(dtype, dtype), None)
     if dtype is not None and not isinstance(kind, torch.dtype):
-        raise _error(f"dtype is {dtype!r}", "no torch dtype", f"use one of {', '.join(_DTYPES)}")
+        raise error(f"dtype is {dtype!r}", "no torch dtype", f"use one of {', '.join(_DTYPES)}")
     seen: set[int] = set()
     for name, value in weights.items():
         value = value.to(kind) if kind is not None and value.is_floating_point() else value
         pointer = value.untyped_storage().data_ptr()
         weights[name] = value.clone() if pointer in seen else value  # safetensors refuses views of one storage
         seen.add(pointer)
-
-
-def _error(seen: str, means: str, do: str) -> ConvertError:
-    return ConvertError(seen=seen, means=means, do=do)
-
-
-def _some(names: Iterable[object]) -> str:
-    listed = [str(name) for name in names]
-    return ", ".join(listed[:_SHOWN]) + (", ..." if len(listed) > _SHOWN else "")
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -486,7 +315,7 @@ def _adapter_name(state: Mapping[str, Tensor]) -> str | None:
     """Return the name of the LoRA adapter (PEFT's is "default"), or None in a checkpoint without one."""
     names = {key.split(".lora_A.")[1].split(".")[0] for key in state if ".lora_A." in key}
     if len(names) > 1:
-        raise _error(f"adapters: {', '.join(sorted(names))}", "only one can be written", "keep one adapter")
+        raise error(f"adapters: {', '.join(sorted(names))}", "only one can be written", "keep one adapter")
     return names.pop() if names else None
 
 
@@ -500,21 +329,21 @@ def _with_adapters(
     try:
         import peft
     except ImportError:
-        raise _error("the checkpoint holds LoRA adapters", "they need peft", "pip install peft") from None
+        raise error("the checkpoint holds LoRA adapters", "they need peft", "pip install peft") from None
     import torch
 
     if source is None:
-        stored = [holmes.get("peft_config"), *_values(hparams)]
+        stored = [holmes.get("peft_config"), *values_of(hparams)]
         found = [v for v in stored if isinstance(v, Mapping) and "lora_alpha" in v]
         if not found:
-            raise _error(
+            raise error(
                 "the checkpoint holds LoRA adapters without their config",
                 "their scale (lora_alpha) is not in the weights",
                 "pass --lora-config with adapter_config.json (peft_config.save_pretrained(DIR) writes one), or keep "
                 "LoraConfig's arguments as a dict in save_hyperparameters",
             )
         source = found[0]
-    values = _json(source, "adapter_config.json")
+    values = read_json(source, "adapter_config.json")
     known = set(peft.LoraConfig.__dataclass_fields__)
     with torch.device("meta"):
         return peft.get_peft_model(model, peft.LoraConfig(**{k: v for k, v in values.items() if k in known}), adapter)
@@ -567,6 +396,6 @@ def _copy_tokenizer(source: Path, out: Path) -> None:
         return
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
-        raise _error(f"no tokenizer files in {source}", "nothing to copy", "give the directory that holds them")
+        raise error(f"no tokenizer files in {source}", "nothing to copy", "give the directory that holds them")
     for path in found:
         shutil.copy2(path, out / path.name)

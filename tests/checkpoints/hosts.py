@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
 
 from tests.accelerate.scenarios import started_for_holmes
 from tests.lightning.farm import Context
@@ -40,7 +41,7 @@ def by_lightning(
 ) -> dict[str, Any]:
     """Train; save `during` the run at each step, and `save` after it."""
     torch.manual_seed(3)
-    module = make_module(L, {"model": model, "layers": 3})
+    module = make_module(L, {"model": model, "layers": 4})
     losses: list[float] = []
 
     class Note(L.Callback):
@@ -70,6 +71,29 @@ def by_lightning(
     return {"losses": losses, "step": made.global_step}
 
 
+def from_hub_folder(context: Context, *, folder: str, save: str) -> None:
+    """Load a Hugging Face directory, take a step that changes nothing, save."""
+
+    class Module(L.LightningModule):
+        def configure_model(self) -> None:
+            if not hasattr(self, "model"):
+                self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = L.Trainer(
+        strategy="holmes", accelerator="cpu", devices=context.world, max_steps=1, logger=False, **quiet,
+        default_root_dir=str(context.out),
+    )  # fmt: skip
+    trainer.fit(Module(), loader())
+    trainer.save_checkpoint(save)
+
+
 def kept(context: Context, *, folder: str) -> list[list[str]]:
     """ModelCheckpoint that keeps few: names after each run, the second from `ckpt_path="last"`."""
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -97,7 +121,7 @@ def by_accelerate(
         started_for_holmes()
     settings = ProjectConfiguration(automatic, automatic_checkpoint_naming=True, total_limit=2) if automatic else None
     accelerator = Accelerator(project_config=settings)
-    made = make_module(L, {"model": model, "layers": 3}).model
+    made = make_module(L, {"model": model, "layers": 4}).model
     optimizer = torch.optim.AdamW(made.parameters(), lr=1e-3, eps=1e-4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     made, optimizer, scheduler, data = accelerator.prepare(made, optimizer, scheduler, loader())

@@ -33,7 +33,7 @@ slow = pytest.mark.slow
         pytest.param("lightning", SHARDED, 0, "open", ".saving/holmes_checkpoint.json", True, marks=slow),
         pytest.param("lightning", SHARDED, 0, "ctypes.dlsym", "renameat2", True, marks=slow),
         pytest.param("lightning", PP2, 0, "open", ".a.ckpt.saving", True, marks=slow),
-        pytest.param("accelerate", PP2, 0, "open", ".saving/scheduler.bin", True, marks=slow),
+        pytest.param("accelerate", PP2, 0, "open", ".saving/holmes_state.json", True, marks=slow),
         pytest.param("accelerate", PP2, 0, "open", ".saving/holmes_checkpoint.json", True, marks=slow),
         pytest.param("accelerate", SHARDED, 1, "open", ".saving/rank-00001.safetensors", True, marks=slow),
     ],
@@ -51,8 +51,9 @@ def test_a_kill_in_the_middle(
     assert latest_checkpoint(tmp_path) == path
     if before:
         assert digest(path) == (tmp_path / "digest").read_text()
-        assert (tmp_path / ".a.ckpt.saving").exists()
-        assert "skipping checkpoint" in capfd.readouterr().err
+        if (event, word) != ("open", ".a.ckpt.saving"):  # Python reports before it opens
+            assert (tmp_path / ".a.ckpt.saving").exists()
+            assert "skipping checkpoint" in capfd.readouterr().err
     target = "tests.checkpoints.hosts:by_lightning" if host == "lightning" else "tests.checkpoints.hosts:by_accelerate"
     again = farm.run(target, world=2, config=config, resume=str(path), steps=2, save=str(path))
     assert again.values[0]["losses"]
@@ -83,7 +84,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         ("lightning", SHARDED, None),
         ("lightning", PP2, None),
         ("lightning", SHARDED, ".saving/rank-00001"),  # while it is written
-        ("accelerate", PP2, ".saving/scheduler.bin"),
+        ("accelerate", PP2, ".saving/holmes_state.json"),
         pytest.param("accelerate", SHARDED, None, marks=slow),
         pytest.param("accelerate", SHARDED, ".saving/rank-00000", marks=slow),
         pytest.param("accelerate", PP2, None, marks=slow),
@@ -93,7 +94,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_a_full_disk(farm: Farm, small_disk: Path, host: str, config: Any, word: str | None) -> None:
     run = farm.run(FULL, world=2, config=config, folder=str(small_disk), host=host, word=word, timeout=60)
     for value in run.values:
-        assert "o space left" in value["told"] or "ENOSPC" in value["told"], value["told"]
+        assert "No space left" in value["told"], value["told"]
+        assert "free space or remove old checkpoints" in value["told"]
         assert str(small_disk / "b.ckpt") in value["told"]
         assert f"host {os.uname().nodename}" in value["told"]
         assert "are free" in value["told"]

@@ -31,6 +31,7 @@ __all__ = [
     "CheckedFile",
     "FileEntry",
     "Manifest",
+    "as_os_error",
     "damaged",
     "put_in_place",
     "read_manifest",
@@ -49,6 +50,7 @@ BLOCK = 4 << 20
 _FORMAT = 1
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100  # linux/fcntl.h
+_NOTHING = 1 << 20  # bytes: so little is free where a disk is full
 
 
 def damaged(path: object, what: str) -> HolmesError:
@@ -346,6 +348,20 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+def as_os_error(error: Exception, folder: Path) -> OSError:
+    """Return why writing failed; torch and safetensors hide what the system said, a full disk among it."""
+    if isinstance(error, OSError):
+        return error
+    if isinstance(error.__context__, OSError):
+        return error.__context__
+    text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    with suppress(OSError):
+        stat = os.statvfs(folder)
+        if stat.f_bavail * stat.f_frsize < _NOTHING:
+            return OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} ({text})", str(folder))
+    return OSError(0, text, str(folder))
 
 
 def storage_error(error: OSError, *, path: Path, place: str, needed: int | None = None) -> HolmesError:

@@ -17,7 +17,14 @@ from torch import Tensor
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.checkpoint import STATE, begin, place_of_rank, save_parts, staged, tree_bytes
-from holmes_core.runtime.checkpoint_files import put_in_place, refuse_if_full, remove, saving_path, storage_error
+from holmes_core.runtime.checkpoint_files import (
+    as_os_error,
+    put_in_place,
+    refuse_if_full,
+    remove,
+    saving_path,
+    storage_error,
+)
 from holmes_core.runtime.checkpoint_parts import map_tree, parts_in
 
 __all__ = ["Saver", "save_file", "tree_size"]
@@ -40,12 +47,11 @@ def save_file(path: Path, content: Any) -> None:
             os.fsync(file.fileno())
         put_in_place(temporary, path)
     except (OSError, RuntimeError) as error:
+        cause = error if isinstance(error, HolmesError) else as_os_error(error, path.parent)
         remove(temporary)
-        if isinstance(error, HolmesError):
+        if isinstance(cause, HolmesError):
             raise
-        if not isinstance(error, OSError):  # torch's writer does not say why a write failed
-            error = error.__context__ if isinstance(error.__context__, OSError) else OSError(0, str(error))
-        raise storage_error(error, path=path, place=place_of_rank(), needed=needed) from error
+        raise storage_error(cause, path=path, place=place_of_rank(), needed=needed) from error
 
 
 def tree_size(tree: Any) -> int:
