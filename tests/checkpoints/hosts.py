@@ -172,7 +172,7 @@ def killed(context: Context, *, folder: str, host: str, rank: int, event: str, w
     train(context, host, path)
 
 
-def full(context: Context, *, folder: str, host: str, word: str | None) -> dict[str, Any]:
+def full(context: Context, *, folder: str, host: str, word: str | None, during: bool = False) -> dict[str, Any]:
     """Save, let the disk fill up (`word`: when a file of that name is opened), save again; what each rank was told."""
     train(context, host, Path(folder) / "a.ckpt")
 
@@ -189,7 +189,10 @@ def full(context: Context, *, folder: str, host: str, word: str | None) -> dict[
         fill("open", ("open",))
     start, told = time.monotonic(), ""
     try:
-        train(context, host, Path(folder) / "b.ckpt")
+        if during:
+            by_lightning(context, steps=3, during=str(Path(folder) / "b.ckpt"))
+        else:
+            train(context, host, Path(folder) / "b.ckpt")
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     return {"told": told, "seconds": time.monotonic() - start}

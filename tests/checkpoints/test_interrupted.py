@@ -103,3 +103,19 @@ def test_a_full_disk(farm: Farm, small_disk: Path, host: str, config: Any, word:
         assert value["seconds"] < 60
     check_checkpoint(small_disk / "a.ckpt")
     assert {p.name for p in small_disk.iterdir()} == {"a.ckpt", "ballast"}, "nothing half-written is left"
+
+
+@pytest.mark.parametrize("config", [SHARDED, pytest.param(PP2, marks=slow)])
+def test_a_full_disk_in_the_background(farm: Farm, small_disk: Path, config: Any) -> None:
+    """Training hears of it at its next step, its next save or its end."""
+    config = {**config, "checkpoint_async": True}
+    run = farm.run(
+        FULL, world=2, config=config, folder=str(small_disk), host="lightning", word=None, during=True, timeout=60
+    )
+    for value, log in zip(run.values, run.logs, strict=True):
+        assert "No space left" in value["told"], value["told"]
+        assert str(small_disk / "b.ckpt") in value["told"]
+        assert value["seconds"] < 60
+        assert config.get("checkpoint") is None or "in the background failed: No space left" in log
+    check_checkpoint(small_disk / "a.ckpt")
+    assert {p.name for p in small_disk.iterdir()} == {"a.ckpt", "ballast"}

@@ -353,6 +353,8 @@ def raise_everywhere(problem: Exception | None) -> None:
         problem = HolmesError(
             seen=f"{type(problem).__name__}: {problem}", where=place_of_rank(), do="look at the output of that rank"
         )
-    world = dist.group.WORLD
-    assert world is not None
-    raise_together(problem, world)
+    world = dist.group.WORLD if dist.is_initialized() else None
+    if world is not None:
+        raise_together(problem, world)
+    elif problem is not None:
+        raise problem
