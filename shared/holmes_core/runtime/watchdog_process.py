@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from holmes_core.runtime.cause import Cause, ended, message
+from holmes_core.runtime.clocks import Clocks
 from holmes_core.runtime.pulse import Pulse
 from holmes_core.runtime.stragglers import Watcher
 
@@ -122,6 +123,7 @@ class Watchdog:
         self.beat_at = self.looked_at = time.monotonic()
         self.oom = _oom_kills()
         self.watcher: Watcher | None = None
+        self.clocks = Clocks(host)
         self._buffer = b""
         self.commands_closed = False
         self.selector = selectors.DefaultSelector()
@@ -287,6 +289,7 @@ class Watchdog:
             left = "left" if self._left_well() else "ended"
         packet = self._packet(
             d=self.place,
+            w=time.time(),
             v=[round(value, 6) for value in self.pulse.values()],
             t=self.listening,
             c=self.cause.to_json() if self.cause is not None else None,
@@ -325,6 +328,8 @@ class Watchdog:
         rank = said["r"]
         peer.heard, peer.training, peer.record, peer.place = time.monotonic(), said["t"], said["v"], said["d"]
         peer.ports = said["p"]
+        if self.rank == 0 and peer.host != self.host and (line := self.clocks.heard(peer.host, said["w"], time.time())):
+            _say(line)
         peer.left = said["l"] or peer.left
         self.near.add(rank)
         if said["c"] is not None and (self.gone_at is None or self._wants_to_know()):
