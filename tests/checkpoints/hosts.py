@@ -175,6 +175,9 @@ def killed(context: Context, *, folder: str, host: str, rank: int, event: str, w
 def full(context: Context, *, folder: str, host: str, word: str | None, during: bool = False) -> dict[str, Any]:
     """Save, let the disk fill up (`word`: when a file of that name is opened), save again; what each rank was told."""
     train(context, host, Path(folder) / "a.ckpt")
+    deadline = time.monotonic() + 30
+    while not (Path(folder) / "a.ckpt").exists() and time.monotonic() < deadline:  # in the background
+        time.sleep(0.05)
 
     def fill(what: str = "open", arguments: tuple[Any, ...] = (word,)) -> None:
         ballast = Path(folder) / "ballast"
