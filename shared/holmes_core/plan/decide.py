@@ -8,6 +8,7 @@ change how many samples a step has. What the user has fixed is kept, and refused
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from holmes_core.config import V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
-from holmes_core.plan.grid import make_grid
+from holmes_core.plan.grid import make_grid, ranks_in_order
 from holmes_core.plan.layout import Layout, choose_layout, default_num_microbatches
 from holmes_core.plan.partition import equal_partition
 from holmes_core.plan.probe import hardware_of
@@ -82,43 +83,36 @@ class _PlacedModel(CostModel):
     def __init__(self, job: Job, topology: Topology, config: HolmesConfig) -> None:
         super().__init__(job)
         self._topology, self._config = topology, config
-        self._known: dict[tuple[object, ...], list[Place]] = {}
+        self._known: dict[tuple[int, int, bool], list[Place]] = {}
         self._host_index = {
             host.name: index for cluster in topology.clusters for index, host in enumerate(cluster.hosts)
         }
 
     def places(self, choice: Choice) -> list[Place]:
         """Return where each pp rank's stage lies."""
-        key = (choice.order, choice.dp, choice.tp, choice.schedule in V_SCHEDULES)
+        if self._config.rank_order is not None:
+            ranks: Sequence[int] = self._config.rank_order
+            width = choice.width
+            return [self._place(ranks[start : start + width]) for start in range(0, len(ranks), width)]
+        v_schedule = choice.schedule in V_SCHEDULES
+        return [place for cluster in choice.order for place in self._cut(cluster, choice.width, v_schedule)]
+
+    def _cut(self, cluster: int, width: int, v_schedule: bool) -> list[Place]:
+        key = (cluster, width, v_schedule)
         if key not in self._known:
-            self._known[key] = self._placed(choice)
+            zero_last = self._config.last_stage_on_rank_zero
+            ranks = ranks_in_order(self._topology, cluster, width, v_schedule=v_schedule, zero_last=zero_last)
+            self._known[key] = [self._place(ranks[start : start + width]) for start in range(0, len(ranks), width)]
         return self._known[key]
 
-    def _placed(self, choice: Choice) -> list[Place]:
-        turned = ordered(self._topology, choice.order)
-        config = self._config
-        grid = make_grid(
-            turned,
-            _layout_of(choice),
-            rank_order=config.rank_order,
-            last_stage_on_rank_zero=config.last_stage_on_rank_zero,
+    def _place(self, ranks: Sequence[int]) -> Place:
+        counts = Counter(self._host_index[self._topology.host_of(rank).name] for rank in ranks)
+        return Place(
+            cluster=self._topology.cluster_index(ranks[0]),
+            first_host=min(counts),
+            last_host=max(counts),
+            per_host=max(counts.values()),
         )
-        found = []
-        for stage in grid.ranks:
-            ranks = [rank for row in stage for rank in row]
-            counts: dict[int, int] = {}
-            for rank in ranks:
-                index = self._host_index[turned.host_of(rank).name]
-                counts[index] = counts.get(index, 0) + 1
-            found.append(
-                Place(
-                    cluster=self._topology.cluster_index(ranks[0]),
-                    first_host=min(counts),
-                    last_host=max(counts),
-                    per_host=max(counts.values()),
-                )
-            )
-        return found
 
 
 def ordered(topology: Topology, order: Sequence[int]) -> Topology:
@@ -292,16 +286,6 @@ def _speed(one: Candidate) -> float:
 
 def _degrees(choice: Choice) -> str:
     return f"pp {choice.pp} x dp {choice.dp} x tp {choice.tp}"
-
-
-def _layout_of(choice: Choice) -> Layout:
-    return Layout(
-        tp=choice.tp,
-        dp=choice.dp,
-        stages_per_cluster=choice.stages,
-        virtual_stages=choice.virtual_stages,
-        schedule=choice.schedule,
-    )
 
 
 def _filled(config: HolmesConfig, chosen: Candidate, usual: Candidate, probe: ProbeResult | None) -> HolmesConfig:

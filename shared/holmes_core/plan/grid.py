@@ -12,7 +12,7 @@ from holmes_core.config import V_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.layout import Layout
 
-__all__ = ["Coordinates", "Grid", "check_grid", "make_grid"]
+__all__ = ["Coordinates", "Grid", "check_grid", "make_grid", "ranks_in_order"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +148,21 @@ def _order(topology: Topology, width: int, *, v_schedule: bool, zero_last: bool)
     clusters = list(range(len(topology.clusters)))
     if zero_last:
         clusters = [zero, *others] if v_schedule else [*others, zero]
-    order: list[int] = []
-    for index in clusters:
-        # Rank 0 is the first rank of its host, so its host first makes it the first of its stage.
-        hosts = sorted(topology.clusters[index].hosts, key=lambda host: zero_last and 0 not in host.ranks)
-        ranks = [rank for host in hosts for rank in sorted(host.ranks)]
-        if zero_last and index == zero and not v_schedule:
-            ranks = ranks[width:] + ranks[:width]
-        order.extend(ranks)
-    return order
+    return [
+        rank
+        for index in clusters
+        for rank in ranks_in_order(topology, index, width, v_schedule=v_schedule, zero_last=zero_last)
+    ]
+
+
+def ranks_in_order(topology: Topology, cluster: int, width: int, *, v_schedule: bool, zero_last: bool) -> list[int]:
+    """Return the ranks of a cluster in grid order, for stages of ``width`` ranks."""
+    # Rank 0 is the first rank of its host, so its host first makes it the first of its stage.
+    hosts = sorted(topology.clusters[cluster].hosts, key=lambda host: zero_last and 0 not in host.ranks)
+    ranks = [rank for host in hosts for rank in sorted(host.ranks)]
+    if zero_last and cluster == topology.cluster_index(0) and not v_schedule:
+        ranks = ranks[width:] + ranks[:width]
+    return ranks
 
 
 def check_grid(topology: Topology, grid: Grid) -> None:

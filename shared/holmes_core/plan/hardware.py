@@ -55,7 +55,7 @@ def _gpu(name: str, memory: float, tflops: float, bandwidth: float, link: float)
 
 
 # Sources: the makers' data sheets, dense rates (sheets often print those with sparsity, twice as many). NVLink figures
-# there count both directions; here one. Looked up again in what others quote of the sheets: B200 and GB200 (2250 and 2500
+# there count both directions; here one. Looked up again in what others quote of them: B200 and GB200 (2250 and 2500
 # TFLOP/s, 8 TB/s), H100-SXM (989, 3.35 TB/s), H100-PCIe (2 TB/s), L40S (362, 864 GB/s), A40 (149.7), MI300X (5.3 TB/s,
 # 448 GB/s to the seven others together). The others were not found in a second source.
 GPUS: dict[str, Gpu] = {

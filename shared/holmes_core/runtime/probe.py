@@ -2,12 +2,13 @@
 """Measure how fast each rank computes the model's own block, and how fast the links are, in a job's first seconds.
 
 All ranks compute at the same time, as they do in training: ranks of a host share its processors and memory. The block
-runs in a copy of the model with two blocks and a small vocabulary, so that a model of any size can be measured.
+runs in a copy of the model with four blocks and a small vocabulary, so that a model of any size can be measured.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -46,7 +47,7 @@ __all__ = ["StepHint", "Waits", "measure_speed", "rank_memory", "read_probe", "r
 _WINDOW = 0.2
 _WINDOWS = 8
 _LONGEST = 2.0  # seconds for one size of micro-batch
-_SMALL_VOCABULARY = 8192
+_SMALL_VOCABULARY, _BLOCKS = 8192, 4
 _MOST_SAMPLES = 8
 _USABLE = 0.92  # of a GPU's memory, before fragmentation makes an allocation fail
 
@@ -122,33 +123,36 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
             return _matrix_products(root, device, samples * seq, samples, sync)
         copy, vocabulary = _small_copy(found[1], device)
         blocks = find_chain(copy).blocks
-        ids = torch.randint(0, copy.config.get_text_config().vocab_size, (samples, seq), device=device)
-        args, kwargs = _inputs_of(blocks[-1], lambda: copy(input_ids=ids, labels=ids))
-        large = _passes(lambda: blocks[-1](*args(samples), **kwargs(samples)), sync)
-        small = large
-        if samples > 1:
-            small = _passes(lambda: blocks[-1](*args(1), **kwargs(1)), sync)
-        head = _around_blocks(lambda: copy(input_ids=ids, labels=ids).loss, blocks, sync)
+        words = copy.config.get_text_config().vocab_size
+
+        def run(count: int) -> Callable[[], Any]:
+            ids = torch.randint(0, words, (count, seq), device=device)
+            return lambda: copy(input_ids=ids, labels=ids).loss
+
+        many = _times(run(samples), blocks, sync)
+        one = _times(run(1), blocks, sync) if samples > 1 else many
         optimizer = _optimizer_seconds(blocks[-1], sync)
-    per_sample, fixed = [], []
-    for one, many in zip(small, large, strict=True):
-        slope = (many - one) / (samples - 1) if samples > 1 else many
-        # Noise may turn the line: then all of it is taken to grow with the batch.
-        slope = slope if 0 < slope <= many / samples else many / samples
-        per_sample.append(slope)
-        fixed.append(max(0.0, many - samples * slope))
+    forward, backward = (_line(a, b, samples) for a, b in zip(one[:2], many[:2], strict=True))
     return RankSpeed(
         rank=0,
         host="",
         samples=samples,
-        forward=per_sample[0],
-        backward=per_sample[1],
-        forward_fixed=fixed[0],
-        backward_fixed=fixed[1],
-        head_forward=head[0] * vocabulary / samples,
-        head_backward=head[1] * vocabulary / samples,
+        forward=forward[0],
+        backward=backward[0],
+        forward_fixed=forward[1],
+        backward_fixed=backward[1],
+        head_forward=many[2] * vocabulary / samples,
+        head_backward=many[3] * vocabulary / samples,
         optimizer=optimizer,
     )
+
+
+def _line(one: float, many: float, samples: int) -> tuple[float, float]:
+    """Return seconds for each sample, and besides, from a pass of one sample and a pass of many."""
+    slope = (many - one) / (samples - 1) if samples > 1 else many
+    # Noise may turn the line: then all of it is taken to grow with the batch.
+    slope = slope if 0 < slope <= many / samples else many / samples
+    return slope, max(0.0, many - samples * slope)
 
 
 def _undisturbed(times: Sequence[float]) -> float:
@@ -161,12 +165,12 @@ def _nothing() -> None:
 
 
 def _small_copy(model: nn.Module, device: torch.device) -> tuple[Any, float]:
-    """Return the model with two blocks and at most 8192 words, and how many times as large the real vocabulary is."""
+    """Return the model with four blocks and at most 8192 words, and how many times as large its vocabulary is."""
     config: Any = type(model.config).from_dict(model.config.to_dict())  # type: ignore[union-attr, operator]
     text = config.get_text_config()
-    text.num_hidden_layers = 2
+    text.num_hidden_layers = min(_BLOCKS, text.num_hidden_layers)
     if getattr(text, "layer_types", None):
-        text.layer_types = list(text.layer_types)[-2:]
+        text.layer_types = list(text.layer_types)[-text.num_hidden_layers :]
     words = text.vocab_size
     text.vocab_size = min(words, _SMALL_VOCABULARY)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
@@ -179,60 +183,13 @@ def _small_copy(model: nn.Module, device: torch.device) -> tuple[Any, float]:
     return copy.to(device=device, dtype=max(set(dtypes), key=dtypes.count)).train(), words / text.vocab_size
 
 
-def _inputs_of(
-    block: nn.Module, run: Callable[[], Any]
-) -> tuple[Callable[[int], list[Any]], Callable[[int], dict[str, Any]]]:
-    """Run the model once and keep what a block is called with, for any number of samples up to the run's."""
-    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen.append((args, kwargs))
-
-    handle = block.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
-        run()
-    finally:
-        handle.remove()
-    args, kwargs = seen[0]
-    hidden = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor) and v.is_floating_point())
-    batch = hidden.shape[0]
-
-    def cut(value: Any, count: int) -> Any:
-        if isinstance(value, Tensor):
-            part = value.detach()[:count] if value.dim() and value.shape[0] == batch else value.detach()
-            return part.requires_grad_() if value is hidden else part
-        if isinstance(value, tuple):
-            return tuple(cut(one, count) for one in value)
-        return value
-
-    return (
-        lambda count: [cut(value, count) for value in args],
-        lambda count: {name: cut(value, count) for name, value in kwargs.items()},
-    )
-
-
-def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward pass, over windows of many passes each."""
-    forward: list[float] = []
-    backward: list[float] = []
-    start = time.perf_counter()
-    _one_pass(run, sync)  # the first one allocates, loads kernels and chooses algorithms
-    while len(forward) < _WINDOWS and (len(forward) < 2 or time.perf_counter() - start < _LONGEST):
-        there, back, count = 0.0, 0.0, 0
-        while there + back < _WINDOW:
-            f, b = _one_pass(run, sync)
-            there, back, count = there + f, back + b, count + 1
-        forward.append(there / count)
-        backward.append(back / count)
-    return _undisturbed(forward), _undisturbed(backward)
-
-
-def _around_blocks(
+def _times(
     run: Callable[[], Any], blocks: Sequence[nn.Module], sync: Callable[[], None]
-) -> tuple[float, float]:
-    """Return the seconds of a forward and a backward pass that are spent outside the blocks.
+) -> tuple[float, float, float, float]:
+    """Return the seconds of a forward and a backward pass in one block, and of both outside the blocks.
 
-    Taken within each pass: the difference of two measurements would mostly be their noise.
+    Taken within passes of the whole copy: a block that runs alone again and again finds its weights in the cache, and
+    the difference of two measurements would mostly be their noise.
     """
     began = 0.0
     inside = [0.0, 0.0]
@@ -242,35 +199,51 @@ def _around_blocks(
         sync()
         began = time.perf_counter()
 
-    def leave_forward(*_: Any) -> None:
-        sync()
-        inside[0] += time.perf_counter() - began
+    def leave(direction: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            sync()
+            inside[direction] += time.perf_counter() - began
 
-    def leave_backward(*_: Any) -> None:
-        sync()
-        inside[1] += time.perf_counter() - began
+        return hook
 
     handles = []
     for block in blocks:
-        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave_forward)]
-        handles += [block.register_full_backward_pre_hook(enter), block.register_full_backward_hook(leave_backward)]
-    forward: list[float] = []
-    backward: list[float] = []
+        handles += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave(0))]
+        handles += [block.register_full_backward_pre_hook(enter), block.register_full_backward_hook(leave(1))]
+    windows: list[tuple[float, float, float, float]] = []
     try:
         start = time.perf_counter()
-        _one_pass(run, sync)
-        while len(forward) < _WINDOWS and (len(forward) < 2 or time.perf_counter() - start < _LONGEST):
+        _one_pass(run, sync)  # the first one allocates, loads kernels and chooses algorithms
+        while len(windows) < _WINDOWS and (len(windows) < 2 or time.perf_counter() - start < _LONGEST):
             inside[:] = [0.0, 0.0]
             there, back, count = 0.0, 0.0, 0
             while there + back < _WINDOW:
                 f, b = _one_pass(run, sync)
                 there, back, count = there + f, back + b, count + 1
-            forward.append(max(0.0, there - inside[0]) / count)
-            backward.append(max(0.0, back - inside[1]) / count)
+            if not inside[1]:  # hooks see positional arguments only: without any, the usual ratio
+                inside[1] = min(back, 2 * inside[0])
+            outside = max(0.0, there - inside[0]), max(0.0, back - inside[1])
+            each = count * len(blocks)
+            windows.append((inside[0] / each, inside[1] / each, outside[0] / count, outside[1] / count))
     finally:
         for handle in handles:
             handle.remove()
-    return _undisturbed(forward), _undisturbed(backward)
+    forward, backward, before, after = (_undisturbed(values) for values in zip(*windows, strict=True))
+    return forward, backward, before, after
+
+
+def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward pass."""
+    windows: list[tuple[float, float]] = []
+    _one_pass(run, sync)
+    while len(windows) < _WINDOWS:
+        there, back, count = 0.0, 0.0, 0
+        while there + back < _WINDOW:
+            f, b = _one_pass(run, sync)
+            there, back, count = there + f, back + b, count + 1
+        windows.append((there / count, back / count))
+    forward, backward = (_undisturbed(values) for values in zip(*windows, strict=True))
+    return forward, backward
 
 
 def _one_pass(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
@@ -361,6 +334,7 @@ def run_probe(
     say(store, rank=rank, text=f"host {host}: beginning to measure")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     facts = {"host": host, "device": name, "cores": cpu_cores(), "threads": torch.get_num_threads()}
+    facts["lab"] = os.environ.get("HOLMES_LAB", "")  # its quotas cannot be seen from inside, and its hosts' names repeat
     arrived = gather(
         store, "facts", json.dumps(facts), rank=rank, world_size=world, timeout=waits.arrive, doing="before measuring"
     )

@@ -38,7 +38,7 @@ def probe(
     def one(rank: int) -> Any:
         place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "HOLMES_HOST": f"h{rank}"}
         how = "dies" if rank == dead else "lives"
-        return run_script([tmp_path / "rank.py", how, *options], env={**common, **place}, timeout=100)
+        return run_script([tmp_path / "rank.py", how, *options], env={**common, **place}, timeout=240)
 
     with ThreadPoolExecutor(ranks) as pool:
         return list(pool.map(one, range(ranks)))

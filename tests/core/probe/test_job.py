@@ -78,7 +78,7 @@ SMALL = {"n_embd": 64, "n_layer": 6, "n_head": 2, "vocab_size": 300}
 def lightning(run_script: Any, tmp_path: Path, shape: dict[str, int], **config: Any) -> Any:
     (tmp_path / "train.py").write_text(LIGHTNING)
     (tmp_path / "holmes.yaml").write_text(json.dumps({"timeout": 60, **config}))
-    return run_script(["train.py", json.dumps(shape)], env={"HOLMES_CONFIG": "holmes.yaml"}, timeout=110)
+    return run_script(["train.py", json.dumps(shape)], env={"HOLMES_CONFIG": "holmes.yaml"}, timeout=240)
 
 
 def words(run: Any) -> str:
