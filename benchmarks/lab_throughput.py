@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training speed in labs with unequal networks: Holmes against Lightning's DDP, same model, batch, ranks and data.
+"""Training speed in labs with unequal networks: Holmes against its peers, same model, batch, ranks and data.
 
-    sudo .venv/bin/python benchmarks/lab_throughput.py [--settings homogeneous hybrid8 hybrid25 hybrid100]
-        [--systems holmes ahead1 ahead2 ddp] [--repeats 3] [--steps 8] [--out benchmarks/lab.md]
+    sudo make bench-lab                                        # everything: hours
+    sudo .venv/bin/python benchmarks/lab_throughput.py [--settings homogeneous hybrid8 hybrid25 ...]
+        [--systems holmes ddp ...] [--repeats 3] [--steps 6] [--out benchmarks/lab.md]
 
 Four hosts with one rank each; CPU quotas that add up to the machine, so that nobody computes in another's waiting time.
 `homogeneous` joins them by one fast fabric; in `hybridN` two clusters of two are joined by Ethernet at 1/N of the
-fabric's rate. Runs are interleaved, each in a lab of its own; the median over steps of all repetitions counts, the
-first steps of a run do not. DDP uses the network that all hosts share, as it does by default.
+fabric's rate; `three8` are clusters of two, one and one; `ethernet8` has no fabric at all. Runs are interleaved, each
+in a lab of its own; the median over steps of all repetitions counts, the first steps of a run do not. Of each system
+the best of its variants counts; all are printed. Peers use one network for all ranks, as they do: the one that all
+hosts share.
 """
 
 from __future__ import annotations
@@ -19,162 +22,270 @@ import platform
 import statistics
 import sys
 import tempfile
-import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 FABRIC = 2_500_000_000  # bit/s; what two virtual CPUs can move beside their computing
-WARM_UP = 3
-SYSTEMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "holmes": ("Holmes, pp 2 x dp 2, 8 micro-batches", {"pp": 2, "num_microbatches": 8}),
-    "ahead1": ("the same, running 1 micro-batch ahead", {"pp": 2, "num_microbatches": 8, "run_ahead": 1}),
-    "ahead2": ("the same, running 2 micro-batches ahead", {"pp": 2, "num_microbatches": 8, "run_ahead": 2}),
-    "gpipe": ("Holmes, pp 2 x dp 2, GPipe", {"pp": 2, "num_microbatches": 8, "schedule": "gpipe"}),
-    "dp": ("Holmes, dp 4", {"pp": 1}),
-    "ddp": ("Lightning DDP, 4 replicas", {}),
+WARM_UP = 2
+TITLES = {
+    "homogeneous": "one fabric",
+    "hybrid8": "two clusters, Ethernet 1/8",
+    "hybrid25": "two clusters, Ethernet 1/25",
+    "hybrid100": "two clusters, Ethernet 1/100",
+    "three8": "three clusters (2, 1, 1 hosts), Ethernet 1/8",
+    "ethernet8": "Ethernet only, at 1/8",
 }
-BATCH, LENGTH, VOCAB = 16, 128, 4096  # sequences of the whole job per step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to run a system.
+
+    Args:
+        system: Whose best variant counts.
+        kind: Of `lab_systems.train`.
+        label: Of this variant.
+        options: For `lab_systems.train`.
+        config: For Holmes.
+    """
+
+    system: str
+    kind: str
+    label: str
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def _holmes(label: str, replicas: int, kind: str = "holmes", system: str = "Holmes", **config: Any) -> Variant:
+    options = {"replicas": replicas}
+    return Variant(system=system, kind=kind, label=label, options=options, config={"probe": "off", **config})
+
+
+PP2: dict[str, Any] = {"pp": 2, "layers_per_stage": [6, 5]}
+BEST: dict[str, Any] = {**PP2, "num_microbatches": 8, "defer_weights": True}
+VARIANTS = {
+    "holmes": _holmes("pp 2 x dp 2, 8 micro-batches, deferred weights", 2, **BEST),
+    "holmes16": _holmes("the same, 16 micro-batches", 2, **{**BEST, "num_microbatches": 16}),
+    "plain": _holmes("without deferred weights", 2, **{**BEST, "defer_weights": False}),
+    "first": _holmes("with the embedding on the first rank", 2, **BEST, embedding="first"),
+    "late": _holmes("gradients summed after the backward", 2, **BEST, overlap=False),
+    "ahead": _holmes("one micro-batch further ahead", 2, **BEST, run_ahead=1),
+    "whole": _holmes("every replica steps all (sharding none)", 2, **BEST, sharding="none"),
+    "dp": _holmes("dp 4", 4, pp=1),
+    "dpwhole": _holmes("dp 4, every replica steps all", 4, pp=1, sharding="none"),
+    "pp4": _holmes("pp 4, 8 micro-batches", 1, **{**BEST, "pp": 4, "layers_per_stage": [3, 3, 3, 2]}),
+    "holmes-accelerate": _holmes(
+        "pp 2 x dp 2, 8 micro-batches", 2, kind="holmes_accelerate", system="Holmes (Accelerate)", **BEST
+    ),
+    "ddp": Variant(system="Lightning DDP", kind="ddp", label="25 MB buckets", options={"bucket_cap_mb": 25}),
+    "ddp4": Variant(system="Lightning DDP", kind="ddp", label="4 MB buckets", options={"bucket_cap_mb": 4}),
+    "fsdp2": Variant(
+        system="Lightning FSDP2", kind="fsdp2", label="parameters kept after the forward", options={"reshard": False}
+    ),
+    "fsdp2-reshard": Variant(
+        system="Lightning FSDP2", kind="fsdp2", label="parameters gathered twice", options={"reshard": True}
+    ),
+    "accelerate-ddp": Variant(
+        system="Accelerate DDP", kind="accelerate_ddp", label="25 MB buckets", options={"bucket_cap_mb": 25}
+    ),
+    "accelerate-fsdp2": Variant(
+        system="Accelerate FSDP2", kind="accelerate_fsdp2", label="parameters kept", options={"reshard": False}
+    ),
+    "composed": Variant(
+        system="torch pipelining + FSDP2", kind="composed", label="pp 2 x dp 2, 8 micro-batches",
+        options={"replicas": 2, "microbatches": 8, "reshard": False},
+    ),
+    "composed4": Variant(
+        system="torch pipelining + FSDP2", kind="composed", label="pp 2 x dp 2, 4 micro-batches",
+        options={"replicas": 2, "microbatches": 4, "reshard": False},
+    ),
+}  # fmt: skip
 
 
 def spec_of(setting: str) -> dict[str, Any]:
     """Return the lab's specification."""
     cpu = {"cpu": round((os.cpu_count() or 1) / 4, 3)}
+    rates = {"rdma_rate": f"{FABRIC}bit", **cpu}
     if setting == "homogeneous":
         clusters = [{"name": "a", "kind": "roce", "hosts": 4}]
-        return {"clusters": clusters, "rdma_rate": f"{FABRIC}bit", "ethernet_rate": f"{FABRIC}bit", **cpu}
-    clusters = [{"name": "a", "kind": "infiniband", "hosts": 2}, {"name": "b", "kind": "roce", "hosts": 2}]
-    rate = FABRIC // int(setting.removeprefix("hybrid"))
-    return {"clusters": clusters, "rdma_rate": f"{FABRIC}bit", "ethernet_rate": f"{rate}bit", **cpu}
+        return {"clusters": clusters, "ethernet_rate": f"{FABRIC}bit", **rates}
+    part = int(setting.lstrip("abcdefghijklmnopqrstuvwxyz"))
+    rates["ethernet_rate"] = f"{FABRIC // part}bit"
+    if setting.startswith("ethernet"):
+        return {"clusters": [{"name": "a", "kind": "ethernet", "hosts": 4}], **rates}
+    kinds = {"a": ("infiniband", 2), "b": ("roce", 2)}
+    if setting.startswith("three"):
+        kinds = {"a": ("infiniband", 2), "b": ("roce", 1), "c": ("roce", 1)}
+    return {"clusters": [{"name": n, "kind": k, "hosts": h} for n, (k, h) in kinds.items()], **rates}
 
 
-def train(system: str, steps: int, out: str) -> None:
-    """Be one rank: train and, on rank 0, write seconds per step to `out`."""
-    import lightning.pytorch as L
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.set_num_threads(1)
-    strategy = "holmes"
-    replicas = 4 // SYSTEMS[system][1].get("pp", 1)
-    if system == "ddp":
-        strategy = L.strategies.DDPStrategy(process_group_backend="gloo")
-
-    class Module(L.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            config = GPT2Config(vocab_size=VOCAB, n_positions=LENGTH, n_embd=512, n_layer=8, n_head=8, use_cache=False)
-            config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-            config.bos_token_id = config.eos_token_id = None
-            self.model = GPT2LMHeadModel(config)
-            self.times: list[float] = []
-
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return self.model(**batch).loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.times.append(time.perf_counter())
-
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(0, VOCAB, (BATCH * (steps + WARM_UP + 2), LENGTH), generator=generator)
-    loader = torch.utils.data.DataLoader([{"input_ids": r, "labels": r} for r in rows], batch_size=BATCH // replicas)
-    trainer = L.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, num_nodes=4, max_steps=steps + WARM_UP, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    module = Module()
-    trainer.fit(module, loader)
-    if trainer.is_global_zero:
-        times = module.times[WARM_UP - 1 :]
-        params = sum(p.numel() for p in module.parameters())
-        Path(out).write_text(json.dumps({"steps": [b - a for a, b in pairwise(times)], "n": params}))
-
-
-def measure(setting: str, system: str, steps: int) -> dict[str, Any]:
-    """Run one system in a fresh lab; return seconds per step, parameters, and bytes sent on Ethernet per step."""
+def measure(setting: str, name: str, *, batch: int, steps: int) -> list[float] | str:
+    """Run one variant in a fresh lab; return seconds per step, or why there are none."""
     from holmes_core.lab.job import run_job
     from holmes_core.lab.session import Lab
     from holmes_core.lab.spec_file import parse_spec
 
+    variant = VARIANTS[name]
     with tempfile.TemporaryDirectory(prefix="holmes-bench-") as folder:
-        config = Path(folder) / "holmes.yaml"
-        config.write_text(json.dumps({"print_plan": False, "timeout": 120, **SYSTEMS[system][1]}))
-        env = {"HOLMES_CONFIG": str(config), "OMP_NUM_THREADS": "1"}
-        if system == "ddp":  # what a user has to type where names do not resolve; Holmes needs none
+        env = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        if variant.config:
+            config = Path(folder) / "holmes.yaml"
+            config.write_text(json.dumps({"print_plan": False, "timeout": 120, **variant.config}))
+            env["HOLMES_CONFIG"] = str(config)
+        else:  # what a user has to type where names do not resolve; Holmes needs none
             env["GLOO_SOCKET_IFNAME"] = "rdma0" if setting == "homogeneous" else "eth0"
         lines: list[str] = []
-        out = str(Path(folder) / "times.json")
-        command = [sys.executable, __file__, "--be", system, "--steps", str(steps), "--out", out]
+        out = Path(folder) / "times.json"
+        words = [sys.executable, __file__, "--be", name, "--batch", str(batch), "--steps", str(steps)]
         lab = Lab.up(parse_spec(spec_of(setting)), name="bench-")
         try:
-            done = run_job(lab, command, torchrun=True, env=env, timeout=900, write=lines.append)
+            done = run_job(lab, [*words, "--out", str(out)], torchrun=True, env=env, timeout=900, write=lines.append)
         finally:
             lab.down()
-        if done.returncode:
-            raise SystemExit(f"{system} in {setting} failed:\n{''.join(lines)[-4000:]}")
-        found: dict[str, Any] = json.loads(Path(out).read_text())
-        return found
+        if done.returncode or not out.exists():
+            causes = [line for line in lines if "Error" in line] or lines or ["no output"]
+            return causes[-1].strip()[:200]
+        return list(json.loads(out.read_text()))
+
+
+def be(name: str, *, batch: int, steps: int, out: str) -> None:
+    """Be one rank; rank 0 writes seconds per step."""
+    import lab_systems
+
+    variant = VARIANTS[name]
+    clock = lab_systems.train(variant.kind, variant.options, batch=batch, steps=steps + WARM_UP)
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(list(lab_systems.step_seconds(clock, WARM_UP))))
+
+
+Times = dict[tuple[str, str], list[float]]
+
+
+def best_of(times: Times, setting: str) -> dict[str, tuple[float, str]]:
+    """Return each system's best variant in a setting: median seconds per step, and its name."""
+    found: dict[str, tuple[float, str]] = {}
+    for (where, name), seconds in times.items():
+        if where == setting:
+            middle, system = statistics.median(seconds), VARIANTS[name].system
+            found[system] = min(found.get(system, (middle, name)), (middle, name))
+    return found
+
+
+def page(times: Times, failures: dict[tuple[str, str], str], settings: Sequence[str], words: str, batch: int) -> str:
+    """Return the result page."""
+    from lab_systems import LENGTH
+
+    lines = [
+        "# Training speed in the lab",
+        "",
+        f"A GPT-2 of 28 M parameters (11 blocks, tied embedding), {batch} x {LENGTH} tokens per step, AdamW, fp32; 4 "
+        f"hosts with one rank and {(os.cpu_count() or 1) / 4:g} CPUs each, fabric {FABRIC / 1e9:g} Gbit/s.",
+        f"torch {version('torch')}, lightning {version('lightning')}, accelerate {version('accelerate')}, transformers "
+        f"{version('transformers')}, Python {platform.python_version()}, Linux {platform.release()}.",
+        "",
+        f"`python benchmarks/lab_throughput.py {words}`. Medians over the steps of interleaved runs; load average at "
+        f"the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores. Of each system the best variant counts.",
+        "",
+        "![seconds per step](lab.png)",
+        "",
+        "| setting | system | best variant | s/step | tokens/s | against Holmes | Holmes against one fabric |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    base = best_of(times, "homogeneous").get("Holmes")
+    for setting in settings:
+        found = best_of(times, setting)
+        ours = found.get("Holmes")
+        for system, (seconds, name) in sorted(found.items(), key=lambda item: item[1]):
+            against = f"{seconds / ours[0]:.2f} x" if ours else "-"
+            speed = f"{base[0] / seconds:.2f}" if base and system == "Holmes" else ""
+            lines.append(
+                f"| {TITLES[setting]} | {system} | {VARIANTS[name].label} | {seconds:.2f} | "
+                f"{batch * LENGTH / seconds:.0f} | {against} | {speed} |"
+            )
+    lines += ["", "## Every variant", "", "| setting | system | variant | s/step | quartiles | steps |"]
+    lines += ["| --- | --- | --- | --- | --- | --- |"]
+    for (setting, name), seconds_of in times.items():
+        low, middle, high = statistics.quantiles(seconds_of, n=4) if len(seconds_of) > 1 else seconds_of * 3
+        lines.append(
+            f"| {TITLES[setting]} | {VARIANTS[name].system} | {VARIANTS[name].label} | {middle:.2f} | "
+            f"{low:.2f} - {high:.2f} | {len(seconds_of)} |"
+        )
+    lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | {why} | 0 |" for (s, n), why in
+              failures.items()]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def draw(times: Times, settings: Sequence[str], path: Path) -> None:
+    """Draw seconds per step: a group of bars per setting, a bar per system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    systems = list(dict.fromkeys(VARIANTS[name].system for _, name in times))
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    width = 0.8 / len(systems)
+    top = 4 * max(best_of(times, s).get("Holmes", (1.0, ""))[0] for s in settings)
+    for place, system in enumerate(systems):
+        for group, setting in enumerate(settings):
+            found = best_of(times, setting).get(system)
+            if found is None:
+                continue
+            x = group + (place - (len(systems) - 1) / 2) * width
+            label = system if group == 0 or setting == settings[0] else None
+            axes.bar(x, min(found[0], top), width * 0.92, color=f"C{place}", label=label)
+            axes.text(x, min(found[0], top), f"{found[0]:.1f}", ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(settings)), [TITLES[s].replace(", ", "\n") for s in settings], fontsize=8)
+    axes.set_ylabel("seconds per step (bars are cut at the top)")
+    axes.set_ylim(0, top * 1.1)
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), fontsize=8, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", nargs="+", default=["homogeneous", "hybrid8", "hybrid25", "hybrid100"])
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=["holmes", "ahead1", "ahead2", "ddp"])
+    parser.add_argument("--settings", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--systems", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--out")
-    parser.add_argument("--be", choices=SYSTEMS, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--batch", type=int, default=32, help="sequences of the whole job per step")
+    parser.add_argument("--out", help="the page; a bar chart of the same name goes beside it, and the times as JSON")
+    parser.add_argument("--add", action="store_true", help="add to the times that --out has already")
+    parser.add_argument("--be", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.be:
-        train(args.be, args.steps, args.out)
+        be(args.be, batch=args.batch, steps=args.steps, out=args.out)
         return
-    times: dict[tuple[str, str], list[float]] = {}
-    params = 0
+    times: Times = {}
+    failures: dict[tuple[str, str], str] = {}
+    saved = Path(args.out).with_suffix(".json") if args.out else None
+    if args.add and saved is not None and saved.exists():
+        times = {(s, n): seconds for s, n, seconds in json.loads(saved.read_text())}
     for repeat in range(args.repeats):
         for setting in args.settings:
-            for system in args.systems:
-                found = measure(setting, system, args.steps)
-                params = found["n"]
-                times.setdefault((setting, system), []).extend(found["steps"])
-                middle = statistics.median(found["steps"])
-                print(f"{repeat + 1}/{args.repeats} {setting} {system}: {middle:.2f} s/step", flush=True)
-    best = {
-        setting: min(statistics.median(times[setting, system]) for system in args.systems) for setting in args.settings
-    }
-    words = " ".join(["--settings", *args.settings, "--systems", *args.systems])
-    lines = [
-        "# Training speed in the lab",
-        "",
-        f"GPT of {params / 1e6:.1f} M parameters, {BATCH} x {LENGTH} tokens per step, AdamW, fp32; 4 hosts with one "
-        f"rank and {(os.cpu_count() or 1) / 4:g} CPUs each, fabric {FABRIC / 1e9:g} Gbit/s. Median of {args.repeats} "
-        f"interleaved runs x {args.steps} steps. Load average at the end: {os.getloadavg()[0]:.1f} on {os.cpu_count()} "
-        "cores.",
-        "",
-        f"torch {version('torch')}, lightning {version('lightning')}, transformers {version('transformers')}, "
-        f"Python {platform.python_version()}, Linux {platform.release()}.",
-        "",
-        f"Command: `python benchmarks/lab_throughput.py {words} --repeats {args.repeats} --steps {args.steps}`",
-        "",
-        "| setting | system | s/step | quartiles | tokens/s | against the best here |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for setting in args.settings:
-        for system in args.systems:
-            found = sorted(times[setting, system])
-            low, middle, high = statistics.quantiles(found, n=4)
-            lines.append(
-                f"| {setting} | {SYSTEMS[system][0]} | {middle:.2f} | {low:.2f} - {high:.2f} | "
-                f"{BATCH * LENGTH / middle:.0f} | {middle / best[setting]:.2f} x |"
-            )
-    text = "\n".join(lines) + "\n"
+            for name in args.systems:
+                found = measure(setting, name, batch=args.batch, steps=args.steps)
+                if isinstance(found, str):
+                    failures[setting, name] = found
+                    print(f"{repeat + 1}/{args.repeats} {setting} {name}: {found}", flush=True)
+                    continue
+                times.setdefault((setting, name), []).extend(found)
+                print(f"{repeat + 1}/{args.repeats} {setting} {name}: {statistics.median(found):.2f} s", flush=True)
+    settings = [s for s in TITLES if any(where == s for where, _ in times)]
+    words = f"--settings {' '.join(args.settings)} --systems {' '.join(args.systems)}"
+    words += f" --repeats {args.repeats} --steps {args.steps} --batch {args.batch}"
+    text = page(times, failures, settings, words, args.batch)
     print(text)
-    if args.out:
+    if args.out and saved is not None:
         Path(args.out).write_text(text)
+        saved.write_text(json.dumps([[s, n, seconds] for (s, n), seconds in times.items()], indent=1) + "\n")
+        draw(times, settings, Path(args.out).with_suffix(".png"))
 
 
 if __name__ == "__main__":
