@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Every target works on a fresh machine: it makes .venv with the tested versions first, and again when they change.
-#   make demo | demo-lab | test | test-all | test-accelerate-versions | test-latest | lint | bench | clean      PYTHON=python3.12 make test: another Python
+#   make demo | demo-accelerate | demo-lab | test | test-all | test-accelerate-versions | test-latest | lint
+#        bench | bench-lab | clean                            PYTHON=python3.12 make test: another Python
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,7 +13,7 @@ ARGS   ?=
 export OMP_NUM_THREADS = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: demo demo-accelerate demo-lab test test-all test-accelerate-versions test-latest lint bench clean
+.PHONY: demo demo-accelerate demo-lab test test-all test-accelerate-versions test-latest lint bench bench-lab clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.stamp
@@ -48,6 +49,10 @@ bench: $(VENV)/.stamp
 	@set -e; found=; for program in benchmarks/bench_*.py; do \
 	  [ -f "$$program" ] || continue; found=1; echo "== $$program"; $(BIN)/python "$$program" $(ARGS); \
 	done; [ -n "$$found" ] || { echo "make bench: there is no benchmarks/bench_*.py yet" >&2; exit 1; }
+
+# Against DDP, FSDP2 and torch's pipelining in labs of network namespaces: hours; needs root and a quiet machine.
+bench-lab: $(VENV)/.stamp
+	@$(BIN)/python benchmarks/lab_throughput.py --out benchmarks/lab.md $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(LATEST) $(VENV)-accelerate build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -112,6 +112,7 @@ def lower_bound(run: Run) -> tuple[int, int]:
 
     Each replica's activation once towards the last stage and its gradient once back, at every boundary between
     clusters; and the gradients of the tied embedding, which the first and the last stage each must hear of once.
+    Holmes looks the embedding up beside the head instead: embedded micro-batches cross, and these gradients do not.
     """
     replicas = max((len(row["ranks"]) for row in run.groups if row["axis"] == "dp"), default=1)
     boundaries = len(run.spec.clusters) - 1
@@ -149,7 +150,7 @@ def print_slow_link(run: Run, short: Run) -> tuple[float, int]:
     steady = (run.sent("ethernet") - short.sent("ethernet")) / more
     table = new_table("the slow link (eth0, all hosts)", "bytes", "of the bound", right=(1, 2))
     table.add_row(f"lower bound: {run.steps} steps, 1 validation", format_bytes(bound), "1.000")
-    table.add_row("activations and their gradients", format_bytes(edges), "")
+    table.add_row("activations (embedded micro-batches, too) and their gradients", format_bytes(edges), "")
     table.add_row("gradients of the tied embedding (and of small modules at both ends)", format_bytes(shared), "")
     table.add_row("payload", format_bytes(edges + shared), f"{(edges + shared) / bound:.3f}")
     table.add_row("data-parallel gradients and parameters", format_bytes(strayed), "")
