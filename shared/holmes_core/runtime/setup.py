@@ -70,7 +70,8 @@ def _same_weights(root: nn.Module) -> None:
     if dist.get_world_size() == 1 or not params:
         return
     with torch.no_grad():
-        mine = torch.stack([p.detach().double().sum().cpu() for p in params]).nan_to_num()
+        # Numbers, not tensors: small tensors that stay between large ones that go keep the heap as large as the model.
+        mine = torch.tensor([float(p.detach().double().sum()) for p in params], dtype=torch.float64).nan_to_num()
         rank_zero = mine.clone()
         dist.broadcast(rank_zero, src=0)
         different = torch.tensor(int(not torch.equal(mine, rank_zero)))
