@@ -22,13 +22,21 @@ import socket
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from holmes_core.runtime.cause import Cause, ended, message
 from holmes_core.runtime.clocks import Clocks
 from holmes_core.runtime.pulse import Pulse
 from holmes_core.runtime.stragglers import Watcher
+from holmes_core.runtime.watchdog_peers import (
+    Link,
+    Peer,
+    cut,
+    furthest_behind,
+    oom_kills,
+    process_state,
+    silent_peers,
+)
 
 __all__ = ["main", "neighbours", "patience"]
 
@@ -44,7 +52,7 @@ _LINGER = 1.5  # seconds in which the last words are repeated
 
 def patience(limit: float) -> float:
     """Return how long a rank that has lost a connection waits for the cause: until a silent host would be known."""
-    return _SILENCE * limit + 2 * _SETTLE + 1.0
+    return _SILENCE * limit + 2 * _SETTLE + 2.5
 
 
 def neighbours(rank: int, world: int) -> set[int]:
@@ -56,26 +64,6 @@ def neighbours(rank: int, world: int) -> set[int]:
         return set(range(world)) - {rank}
     steps = [1 << k for k in range(world.bit_length()) if 1 << k < world]
     return {(rank + sign * step) % world for step in steps for sign in (1, -1)} - {rank}
-
-
-class _Peer:
-    def __init__(self, host: str, address: tuple[str, int]) -> None:
-        self.host, self.address = host, address
-        self.place = f"host {host}"
-        self.heard: float | None = None  # monotonic time of its last datagram; None: nothing yet
-        self.left = ""  # how it ended, if it did
-        self.training = True
-        self.ports: dict[str, int] = {}
-        self.record: list[float] = []
-
-    def state(self) -> str:
-        return Pulse.describe(self.record)
-
-
-class _Link:
-    def __init__(self, *, peer: int, own: str, theirs: str, text: str) -> None:
-        self.peer, self.own, self.theirs, self.text = peer, own, theirs, text
-        self.heard: float | None = None
 
 
 class Watchdog:
@@ -98,6 +86,7 @@ class Watchdog:
         record: int,
     ) -> None:  # fmt: skip
         self.rank, self.world, self.host, self.parent, self.limit = rank, world, host, parent, limit
+        self.beat = max(0.1, min(1.0, _BEAT * limit))  # seconds between two signs of life
         self.commands, self.events = commands, events
         self.server = socket.socket(fileno=server)
         self.server.setblocking(False)
@@ -105,10 +94,10 @@ class Watchdog:
         self.place = f"host {host}"
         self.shared: dict[int, str] = {}
         self.key = b""
-        self.peers: dict[int, _Peer] = {}
+        self.peers: dict[int, Peer] = {}
         self.near: set[int] = set()
-        self.links: list[_Link] = []  # that this rank sends over ...
-        self.incoming: list[_Link] = []  # ... and others send over, to this rank
+        self.links: list[Link] = []  # that this rank sends over ...
+        self.incoming: list[Link] = []  # ... and others send over, to this rank
         self.link_sockets: dict[str, socket.socket] = {}
         self.run, self.listening = 0, False
         self.cause: Cause | None = None
@@ -121,7 +110,7 @@ class Watchdog:
         self.gone_at: float | None = None  # when the rank ended
         self.stopped_at: float | None = None
         self.beat_at = self.looked_at = time.monotonic()
-        self.oom = _oom_kills()
+        self.oom = oom_kills()
         self.watcher: Watcher | None = None
         self.clocks = Clocks(host)
         self._buffer = b""
@@ -144,7 +133,7 @@ class Watchdog:
             for key, _ in self.selector.select(0.2 if self.cause is None else 0.1):
                 key.data()
             now = time.monotonic()
-            if now - before > max(2.0, 3 * _BEAT * self.limit):  # this process itself was stopped, with its host or job
+            if now - before > max(2.0, 3 * self.beat):  # this process itself was stopped, with its host or job
                 for peer in self.peers.values():
                     peer.heard = now if peer.heard is not None else None
                 for link in (*self.links, *self.incoming):
@@ -175,7 +164,7 @@ class Watchdog:
     def _look(self) -> None:
         if self.gone_at is not None:
             return
-        state, status = _process_state(self.parent)
+        state, status = process_state(self.parent)
         now = time.monotonic()
         if self.commands_closed and state not in ("", "Z", "X"):  # the rank has left the job and lives on
             self.listening, state, status = False, "Z", 0
@@ -204,10 +193,10 @@ class Watchdog:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # nothing to say: let readers of the output see its end
             return
         if self.cause is None and self.run:
-            oom = _oom_kills() > self.oom
+            oom = oom_kills() > self.oom
             found = ended(status, host=self.host, out_of_memory=oom)
             if self.symptom:
-                self._adopt(self._unexplained(self.symptom))
+                self._adopt(self._unexplained())
             elif status is not None:
                 self._own(**found)
 
@@ -231,7 +220,7 @@ class Watchdog:
         self.key = token.encode()
         for rank, (host, address, port) in enumerate(addresses):
             if rank != self.rank and port:  # 0: it has no watchdog
-                self.peers[rank] = _Peer(host, (address, port))
+                self.peers[rank] = Peer(host, (address, port))
         self.near = neighbours(self.rank, self.world)
 
     def _do_place(self, place: str) -> None:
@@ -240,7 +229,7 @@ class Watchdog:
 
     def _do_plan(self, links: list[dict[str, Any]], shared: dict[str, str], pipeline: dict[str, Any] | None) -> None:
         self.shared = {int(rank): text for rank, text in shared.items()}
-        self.links = [_Link(**spec) for spec in links]
+        self.links = [Link(**spec) for spec in links]
         self.near |= {link.peer for link in self.links}
         for address in {link.own for link in self.links} - set(self.link_sockets):
             with suppress(OSError):  # an address that is gone shows at the other end
@@ -281,7 +270,7 @@ class Watchdog:
 
     def _send(self, now: float) -> None:
         hurry = self.cause is not None or self.gone_at is not None
-        self.beat_at = now + (0.2 if hurry else max(0.1, min(1.0, _BEAT * self.limit)))
+        self.beat_at = now + (0.2 if hurry else self.beat)
         if not self.key:
             return
         left = ""
@@ -324,7 +313,7 @@ class Watchdog:
             else:
                 self._heard(said, peer)
 
-    def _heard(self, said: dict[str, Any], peer: _Peer) -> None:
+    def _heard(self, said: dict[str, Any], peer: Peer) -> None:
         rank = said["r"]
         peer.heard, peer.training, peer.record, peer.place = time.monotonic(), said["t"], said["v"], said["d"]
         peer.ports = said["p"]
@@ -340,7 +329,7 @@ class Watchdog:
             if link.peer == said["r"] and link.own == own and link.theirs == said["a"]:
                 link.heard = time.monotonic()
                 return
-        self.incoming.append(_Link(peer=said["r"], own=own, theirs=said["a"], text=said["x"]))
+        self.incoming.append(Link(peer=said["r"], own=own, theirs=said["a"], text=said["x"]))
 
     def _look_at_peers(self, now: float) -> None:
         if not self.listening or self.cause is not None:
@@ -350,28 +339,33 @@ class Watchdog:
                  and peer.training and rank in self.near}  # fmt: skip
         silent = {rank: peer for rank, peer in known.items() if now - (peer.heard or now) > silence}
         if silent:
-            self._adopt(self._silence(silent, known, silence))
+            # Those who fell silent together were last heard within one beat: wait for all of them.
+            if any(now - (peer.heard or now) > silence + 1.5 * self.beat for peer in silent.values()):
+                self._adopt(silent_peers(silent, known, run=self.run, me=self._me(), seconds=silence))
             return
         for link in (*self.links, *self.incoming):
-            if link.heard is not None and now - link.heard > silence and link.peer in known:
-                self._adopt(
-                    Cause(
-                        run=self.run, rank=link.peer, place=known[link.peer].place, strong=False,
-                        what=f"is not reached any more over {link.text}: nothing came for {silence:.0f} s",
-                        when=known[link.peer].state(),
-                        means="the rank lives and answers over the control network; this link is down",
-                        do="look at cable, port, switch and routes between these two addresses",
-                    )
-                )  # fmt: skip
+            peer = known.get(link.peer)
+            if link.heard is None or peer is None or now - (peer.heard or 0.0) > 2.5 * self.beat:
+                continue
+            if now - link.heard > silence:
+                self._adopt(cut(link, peer, run=self.run, seconds=silence))
                 return
         stuck = self.pulse.busy_for(now)
         if self.symptom:
             if now - self.symptom_at > silence + _SETTLE:
-                self._adopt(self._unexplained(self.symptom))
+                self._adopt(self._unexplained())
             elif now - self.symptom_at > 0.5:
                 self._blame_who_left()
         elif stuck > _STUCK * self.limit:
             self._blame_who_left()
+
+    def _me(self) -> tuple[int, Peer]:
+        me = Peer(self.host)
+        me.place, me.record = self.place, self.pulse.values()
+        return self.rank, me
+
+    def _unexplained(self) -> Cause:
+        return furthest_behind(self.peers, run=self.run, me=self._me(), symptom=self.symptom)
 
     def _blame_who_left(self) -> None:
         """A rank that ended without a failure matters only to ranks that still need it."""
@@ -380,46 +374,6 @@ class Watchdog:
                 parts = ended(0 if peer.left == "left" else None, host=peer.host, out_of_memory=False)
                 self._adopt(Cause(run=self.run, rank=rank, place=peer.place, when=peer.state(), **parts))
                 return
-
-    def _silence(self, silent: dict[int, _Peer], known: dict[int, _Peer], seconds: float) -> Cause:
-        rank, peer = min(silent.items())
-        whole = [r for r, p in known.items() if p.host == peer.host]
-        others = {p.host for p in known.values()} - {self.host}
-        lost = {p.host for p in silent.values()}
-        parts: dict[str, Any] = {
-            "strong": False,
-            "what": f"has given no sign of life for {seconds:.0f} s",
-            "means": "its process and its watchdog were both ended, or nothing passes between the hosts",
-            "do": f"look whether host {peer.host} is up and at its kernel's log; look at the network between the hosts",
-        }
-        if len(others) > 1 and lost == others and self.host not in lost:
-            rank, peer = self.rank, _Peer(self.host, ("", 0))
-            peer.place, peer.record = self.place, self.pulse.values()
-            parts["what"] = f"has lost the network of its host {self.host}: no other host was heard for {seconds:.0f} s"
-            parts["means"] = "all other hosts fell silent at once, so it is this host's port, cable or switch"
-            parts["do"] = f"look at the ports of {self.host} (`holmes detect`) and at its switch"
-        elif peer.host != self.host and set(whole) <= set(silent):
-            ranks = ", ".join(map(str, sorted(whole)))
-            parts["what"] = (
-                f"is lost with its host {peer.host}: no sign of life from its ranks {ranks} for {seconds:.0f} s"
-            )
-            parts["means"] = "the host is down, or nothing passes between it and the others"
-        return Cause(run=self.run, rank=rank, place=peer.place, when=peer.state(), **parts)
-
-    def _unexplained(self, symptom: str) -> Cause:
-        """A collective timed out or broke and nobody has failed: say who has not arrived."""
-        states = {rank: (peer.place, peer.record) for rank, peer in self.peers.items() if peer.record}
-        states[self.rank] = (self.place, self.pulse.values())
-        late = min(states, key=lambda rank: Pulse.progress(states[rank][1]))
-        place, record = states[late]
-        others = [f"rank {r}: {Pulse.describe(rec)}" for r, (_, rec) in sorted(states.items()) if r != late]
-        shown = "; ".join(others[:4]) + (f"; and {len(others) - 4} more" if len(others) > 4 else "")
-        return Cause(
-            run=self.run, rank=late, place=place, strong=False, when=Pulse.describe(record),
-            what=f"is furthest behind; rank {self.rank} gave up: {symptom}",
-            means=f"no rank has ended; the others: {shown}",
-            do="look at what that rank does (py-spy dump); if it is only slow, raise timeout",
-        )  # fmt: skip
 
     # ---- the end -------------------------------------------------------------------------------------------------
     def _adopt(self, cause: Cause) -> None:
@@ -476,23 +430,6 @@ def _say(text: str) -> None:
 def _send(made: socket.socket, packet: bytes, address: tuple[str, int]) -> None:
     with suppress(OSError):  # what is not heard is what counts
         made.sendto(packet, address)
-
-
-def _process_state(pid: int) -> tuple[str, int | None]:
-    """Return a process's state letter ("" when there is none) and its exit status, where it may be read."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "", None
-    return fields[0], int(fields[-1])
-
-
-def _oom_kills() -> int:
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
 
 
 def main() -> None:
