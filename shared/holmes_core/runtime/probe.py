@@ -334,7 +334,7 @@ def run_probe(
     say(store, rank=rank, text=f"host {host}: beginning to measure")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     facts = {"host": host, "device": name, "cores": cpu_cores(), "threads": torch.get_num_threads()}
-    facts["lab"] = os.environ.get("HOLMES_LAB", "")  # its quotas cannot be seen from inside, and its hosts' names repeat
+    facts["lab"] = os.environ.get("HOLMES_LAB", "")  # its quotas cannot be seen from inside, and host names repeat
     arrived = gather(
         store, "facts", json.dumps(facts), rank=rank, world_size=world, timeout=waits.arrive, doing="before measuring"
     )
