@@ -52,7 +52,7 @@ _LINGER = 1.5  # seconds in which the last words are repeated
 
 def patience(limit: float) -> float:
     """Return how long a rank that has lost a connection waits for the cause: until a silent host would be known."""
-    return _SILENCE * limit + 2 * _SETTLE + 2.5
+    return (_SILENCE + 3 * _BEAT) * limit + _SETTLE + 2.5
 
 
 def neighbours(rank: int, world: int) -> set[int]:
@@ -339,8 +339,8 @@ class Watchdog:
                  and peer.training and rank in self.near}  # fmt: skip
         silent = {rank: peer for rank, peer in known.items() if now - (peer.heard or now) > silence}
         if silent:
-            # Those who fell silent together were last heard within one beat: wait for all of them.
-            if any(now - (peer.heard or now) > silence + 1.5 * self.beat for peer in silent.values()):
+            # Those who fell silent together were last heard within a beat or two: wait for all of them.
+            if any(now - (peer.heard or now) > silence + 3 * self.beat for peer in silent.values()):
                 self._adopt(silent_peers(silent, known, run=self.run, me=self._me(), seconds=silence))
             return
         for link in (*self.links, *self.incoming):
