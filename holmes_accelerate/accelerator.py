@@ -27,6 +27,7 @@ from holmes_core.config import HolmesConfig
 from holmes_core.plan.grid import make_grid
 from holmes_core.plan.layout import ModelFacts, choose_layout, pin
 from holmes_core.runtime.call_mode import CallMode, named_parameter_slots, of_model
+from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.failure import FailureLog
 from holmes_core.runtime.setup import build_engine, share_random_state
 from holmes_core.runtime.start import host_name
@@ -94,6 +95,12 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         return self._replica
 
     @property
+    def device(self) -> torch.device:
+        """This rank's device. A CPU has no number: moving to ``cpu:0`` would copy a whole model."""
+        device: torch.device = self.state.device
+        return torch.device("cpu") if device.type == "cpu" else device
+
+    @property
     def is_last_process(self) -> bool:
         """Whether this is the last process of the job."""
         return self.state.is_last_process
@@ -144,6 +151,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
                 meeting=self._meeting,
             )
         refusals.check_same_layout(self._layout, engine.plan.layout)
+        _leave_files(engine)
         place = engine.place
         stages = "+".join(str(s) for s in engine.local_stages)
         self._failures.place = (
@@ -279,3 +287,15 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         self.finish_saving()
         self._failures.close()
         super().end_training()
+
+
+@torch.no_grad()
+def _leave_files(engine: Engine) -> None:
+    """Give this rank's weights memory of their own.
+
+    ``from_pretrained`` maps them from their file, which is why a whole model costs a rank no memory before it is split.
+    But a rank that saves into that directory would pull the file away from under the others.
+    """
+    for param in engine.parameters().values():
+        if param.device.type == "cpu":
+            param.data = param.data.clone()

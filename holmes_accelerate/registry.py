@@ -86,12 +86,16 @@ def patch_state(module: ModuleType) -> None:
 
     @functools.wraps(init)
     def __init__(self: Any, cpu: bool = False, **kwargs: Any) -> None:
+        import torch
+
         from holmes_accelerate.process import enter, on_cpu
 
         cpu = cpu or on_cpu()
         if not cls._shared_state and "RANK" in os.environ:  # a worker of a launcher
             enter(cpu=cpu)
         init(self, cpu, **kwargs)
+        if cls._shared_state["device"].type == "cpu":  # moving to cpu:0 would copy a whole model
+            self.device = torch.device("cpu")
 
     cls.__init__ = __init__
 

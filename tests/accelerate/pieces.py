@@ -80,6 +80,40 @@ def losses(context: Context) -> dict[str, Any]:
     return norms
 
 
+def log_probabilities(context: Context) -> dict[str, Any]:
+    """A trainer that gives labels, asks for their log-probabilities and makes the loss of them itself, as TRL does."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    class Model(GPT2LMHeadModel):
+        def forward(self, input_ids: Any, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+            fused = kwargs.pop("fused_lm_head", False)
+            if not fused:
+                return super().forward(input_ids, attention_mask=attention_mask, labels=labels, **kwargs)
+            logits = super().forward(input_ids, attention_mask=attention_mask, **kwargs).logits
+            chosen = logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None])
+            return {"log_probabilities": chosen[..., 0]}
+
+    set_seed(7)
+    accelerator = Accelerator()
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 64, "n_positions": 16}
+    model = Model(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Rows(12, 1, True), batch_size=4))
+    model.train()
+    found: dict[str, Any] = {"losses": [], "norms": [], "plain": 0.0}
+    for batch in loader:
+        kept = batch["labels"][:, 1:] != -100
+        values = model(**batch, fused_lm_head=True)["log_probabilities"]
+        loss = -(values * kept).sum() / kept.sum()
+        accelerator.backward(loss)
+        found["losses"].append(float(loss.detach()))
+        found["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found["plain"] = float(model(**batch, fused_lm_head=False).loss.detach())
+    return found
+
+
 def frozen_half(context: Context) -> dict[str, Any]:
     """Modules without a loss inside, positional arguments, dropout, eval without no_grad."""
 

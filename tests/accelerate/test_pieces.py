@@ -31,6 +31,13 @@ def test_what_scripts_do_with_losses(farm: Farm) -> None:
     assert expected["quarter"] == pytest.approx(expected["plain"] / 4, rel=1e-5)
 
 
+def test_a_trainer_that_asks_for_log_probabilities(farm: Farm) -> None:
+    expected = alone(farm, "log_probabilities")
+    for found in on_ranks(farm, "log_probabilities"):
+        for name, value in expected.items():
+            assert found[name] == pytest.approx(value, rel=2e-5), name
+
+
 def test_a_module_without_a_loss(farm: Farm) -> None:
     expected = alone(farm, "frozen_half")
     for found in on_ranks(farm, "frozen_half"):
