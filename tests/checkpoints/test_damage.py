@@ -159,7 +159,7 @@ def fuzz(saved: Path, count: int) -> None:
 
 
 def test_damage_is_noticed(saved: Path) -> None:
-    fuzz(saved, 150)
+    fuzz(saved, 60)
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def check_accelerate(farm: Farm, folder: Path, saved: str, loaded: str, **option
     )
 
 
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS[3:4] + PAIRS[5:6])
+@pytest.mark.parametrize(("saved", "loaded"), PAIRS[3:4])
 def test_lightning_loads_the_same_bits(farm: Farm, tmp_path: Path, saved: str, loaded: str) -> None:
     check_lightning(farm, tmp_path, saved, loaded, model="gpt2")
 
@@ -130,6 +130,7 @@ def test_from_other_strategies_and_back(farm: Farm, tmp_path: Path, strategy: st
     assert again["losses"] == whole["losses"]
 
 
+@pytest.mark.slow
 def test_from_plain_accelerate(farm: Farm, tmp_path: Path) -> None:
     plain, parts = tmp_path / "plain", tmp_path / "parts"
     farm.run(ACCELERATE, rank_env=[{}], plain=True, save=str(plain)).values  # noqa: B018
@@ -164,6 +165,7 @@ def test_hugging_face_and_back(farm: Farm, tmp_path: Path) -> None:
     assert len(list(out.glob("*.safetensors"))) > 1
 
 
+@pytest.mark.slow
 def test_accelerate_folders_become_hugging_face_models(farm: Farm, tmp_path: Path) -> None:
     for name, config in (("parts", SHARDED), ("whole", {})):
         accelerate(farm, "pp2", config=config, save=str(tmp_path / name))
@@ -173,7 +175,7 @@ def test_accelerate_folders_become_hugging_face_models(farm: Farm, tmp_path: Pat
 
 
 # ---- callbacks and names --------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_model_checkpoint_keeps_few(farm: Farm, tmp_path: Path, background: bool) -> None:
     config = {"pp": 2, "num_microbatches": 2, **SHARDED, "checkpoint_async": background}
     run = farm.run("tests.checkpoints.hosts:kept", world=2, config=config, folder=str(tmp_path / "kept"))
@@ -182,6 +184,7 @@ def test_model_checkpoint_keeps_few(farm: Farm, tmp_path: Path, background: bool
         assert second == ["last.ckpt", "step=5.ckpt", "step=6.ckpt", "step 6", "2"]
 
 
+@pytest.mark.slow
 def test_accelerate_names_and_removes(farm: Farm, tmp_path: Path) -> None:
     config = {**SHARDED, "checkpoint_async": True}
     accelerate(farm, "pp2", config=config, steps=4, automatic=str(tmp_path))

@@ -27,8 +27,10 @@ slow = pytest.mark.slow
     [
         ("lightning", SHARDED, 1, "open", ".saving/rank-00001.safetensors", True),
         ("lightning", PP2, 0, "os.rename", ".a.ckpt.saving", True),
-        ("accelerate", SHARDED, 0, "open", ".saving/holmes_checkpoint.json", True),
-        ("lightning", {**SHARDED, "checkpoint_async": True}, 0, "shutil.rmtree", ".a.ckpt.saving", False),
+        pytest.param("accelerate", SHARDED, 0, "open", ".saving/holmes_checkpoint.json", True, marks=slow),
+        pytest.param(
+            "lightning", {**SHARDED, "checkpoint_async": True}, 0, "shutil.rmtree", ".a.ckpt.saving", False, marks=slow
+        ),
         pytest.param("lightning", SHARDED, 0, "open", ".saving/state.pt", True, marks=slow),
         pytest.param("lightning", SHARDED, 0, "open", ".saving/holmes_checkpoint.json", True, marks=slow),
         pytest.param("lightning", SHARDED, 0, "ctypes.dlsym", "renameat2", True, marks=slow),
@@ -82,8 +84,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     ("host", "config", "word"),
     [
         ("lightning", SHARDED, None),
-        ("lightning", PP2, None),
-        ("lightning", SHARDED, ".saving/rank-00001"),  # while it is written
+        pytest.param("lightning", PP2, None, marks=slow),
+        pytest.param("lightning", SHARDED, ".saving/rank-00001", marks=slow),  # while it is written
         ("accelerate", PP2, ".saving/holmes_state.json"),
         pytest.param("accelerate", SHARDED, None, marks=slow),
         pytest.param("accelerate", SHARDED, ".saving/rank-00000", marks=slow),

@@ -14,14 +14,9 @@ from tests.lightning.farm import Farm
 #: model, saved by, loaded by
 FAST = [
     ("tied", "pp2-tp2", "pp2-dp2"),
-    ("tied", "pp2-tp2", "zbv"),
     ("tied", "pp2-tp2", "one"),
     ("untied", "two-clusters", "tp4"),
-    ("untied", "two-clusters", "one"),
-    ("untied", "tp2", "pp4"),
-    ("bf16", "tp2-turned", "pp2-tp2"),
     ("bf16", "tp2-turned", "one"),
-    ("tied", "one", "dp2-tp2"),
 ]
 _NAMES = list(LAYOUTS)
 #: Every layout saves for the next but one, for one process, and for two stages with two replicas.

@@ -52,7 +52,7 @@ def test_goes_on_where_it_stopped(farm: Farm, tmp_path: Path, step: int, options
     _both(farm, tmp_path, step, **(SHORT | options))
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_goes_on_from_a_folder(farm: Farm, tmp_path: Path, background: bool) -> None:
     config = {**PP2, "checkpoint": "sharded", "checkpoint_async": background}
     _both(farm, tmp_path, 3, config=config, **SHORT)
