@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Lightning script; one rank is killed at a step of the first attempt. Usage: SCRIPT OUT RANK STEP."""
+"""A Lightning script; one rank is killed at a step of the first attempt. Usage: SCRIPT OUT RANK STEP [PAUSE]."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 OUT, RANK, STEP = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+PAUSE = float(sys.argv[4]) if len(sys.argv) > 4 else 0.0
 FIRST = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" and os.environ.get("SLURM_RESTART_COUNT", "0") == "0"
 
 
@@ -36,6 +38,7 @@ class Script(L.LightningModule):
     def training_step(self, batch: Any, _: int) -> Any:
         if FIRST and self.global_rank == RANK and self.trainer.global_step == STEP:
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(PAUSE)
         loss = torch.nn.functional.mse_loss(self(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
