@@ -140,8 +140,12 @@ class FailureLog:
             return error
         if not _is_symptom(error):
             self._claim()
-            seen = error.seen if isinstance(error, HolmesError) else str(error)
-            self._watch.report(f"failed: {type(error).__name__}: {seen}"[:500])
+            if isinstance(error, HolmesError):
+                where = f" ({error.where})" if error.where else ""
+                seen = f"failed: {type(error).__name__}: {error.seen}{where}"
+                self._watch.report(seen, means=error.means or "", do=error.do)
+            else:
+                self._watch.report(f"failed: {type(error).__name__}: {error}"[:500])
             return error
         self._watch.symptom(_first_line(error))
         self._arrived.wait(patience(self._watch.limit))

@@ -174,9 +174,9 @@ class Watchdog:
         """Begin or end a run: failures count only during one."""
         self._tell(do="listen", on=on)
 
-    def report(self, what: str, *, weak: bool = False) -> None:
-        """This rank has failed."""
-        self._tell(do="report", what=what, weak=weak)
+    def report(self, what: str, *, weak: bool = False, means: str = "", do: str = "") -> None:
+        """This rank has failed; `weak`: it may have been ended with all others."""
+        self._tell(do="report", what=what, weak=weak, means=means, remedy=do)
 
     def symptom(self, text: str) -> None:
         """This rank has lost a connection or waited too long; somebody else has failed."""

@@ -251,8 +251,9 @@ class Watchdog:
         if self.pending is not None and self.pending.run == self.run:
             self._adopt(self.pending)
 
-    def _do_report(self, what: str, weak: bool) -> None:
-        self._own(what=what, do=f"look at the traceback of rank {self.rank}", strong=not weak, quiet=weak)
+    def _do_report(self, what: str, weak: bool, means: str, remedy: str) -> None:
+        remedy = remedy or f"look at the traceback of rank {self.rank}"
+        self._own(what=what, means=means, do=remedy, strong=not weak, quiet=weak)
 
     def _do_symptom(self, text: str) -> None:
         self.symptom, self.symptom_at = text, time.monotonic()
