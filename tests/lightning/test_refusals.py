@@ -114,9 +114,7 @@ def test_other_ranks_name_the_one_that_failed(farm: Farm, world: int, failing: i
         BAD, world=world, config={"pp": world, "num_microbatches": 4}, how="raise", ranks=[failing], timeout=90
     )
     others = tuple(r for r in range(world) if r != failing)
-    _failed(
-        run, f"rank {failing} (stage", "ValueError: the user's own mistake", "only lost its partner", ranks=others
-    )
+    _failed(run, f"rank {failing} (stage", "ValueError: the user's own mistake", "only lost its partner", ranks=others)
     assert "ValueError: the user's own mistake" in run.logs[failing]
     for rank in others:
         assert "Traceback (most recent call last)" not in run.logs[rank], run.logs[rank][-4000:]
