@@ -61,7 +61,8 @@ _CHOICES = {
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
 _FLAGS = (
-    "check_loss", "checkpoint_async", "defer_weights", "dynamic_shapes", "last_stage_on_rank_zero", "overlap", "print_plan",
+    "check_loss", "checkpoint_async", "defer_weights", "dynamic_shapes", "last_stage_on_rank_zero", "overlap",
+    "print_plan",
 )  # fmt: skip
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
 
