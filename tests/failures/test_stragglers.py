@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+
 from holmes_core.runtime.pulse import EDGES, Pulse
 from holmes_core.runtime.stragglers import Watcher
 from tests.lightning.farm import Farm
@@ -109,6 +111,7 @@ def test_a_slow_link_in_the_middle_is_named_not_the_stages_behind_it() -> None:
     assert set(said) == {said[0]}
 
 
+@pytest.mark.slow  # it looks at how long things take: on a busy machine everybody is slow
 def test_a_rank_that_slows_down_is_named_while_the_job_runs(farm: Farm) -> None:
     config = {"pp": 2, "num_microbatches": 2, "print_plan": False}
     found = farm.run(
@@ -116,5 +119,8 @@ def test_a_rank_that_slows_down_is_named_while_the_job_runs(farm: Farm) -> None:
     )
     assert len(found.values) == 2
     said = [line for log in found.logs for line in log.splitlines() if line.startswith("holmes: ")]
-    assert len(said) == 1, said
-    assert re.match(r"holmes: rank 1 \(host \S+, stage 0, dp 0, tp 0\) has become slow: it computes .* before", said[0])
+    slow = [line for line in said if "has become slow" in line]
+    assert len(slow) == 1, said
+    assert re.match(r"holmes: rank 1 \(host \S+, stage 0, dp 0, tp 0\) has become slow: it computes .* before", slow[0])
+    waits = r"holmes: stage 1 waits .* rank 1 -> 0\)"  # may come first: the window's first batches were still fast
+    assert all(re.match(waits, line) for line in said if line not in slow), said
