@@ -235,8 +235,7 @@ def draw(times: Times, settings: Sequence[str], path: Path) -> None:
             if found is None:
                 continue
             x = group + (place - (len(systems) - 1) / 2) * width
-            label = system if group == 0 or setting == settings[0] else None
-            axes.bar(x, min(found[0], top), width * 0.92, color=f"C{place}", label=label)
+            axes.bar(x, min(found[0], top), width * 0.92, color=f"C{place}", label=system)
             axes.text(x, min(found[0], top), f"{found[0]:.1f}", ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(settings)), [TITLES[s].replace(", ", "\n") for s in settings], fontsize=8)
     axes.set_ylabel("seconds per step (bars are cut at the top)")
