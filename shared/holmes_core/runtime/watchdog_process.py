@@ -48,6 +48,7 @@ _DATAGRAM = 8192
 _BEAT, _SILENCE, _STOPPED, _STUCK, _ENDS = 1 / 30, 0.4, 0.33, 0.25, 0.5
 _SETTLE = 1.5  # seconds that a weak cause waits for a strong one
 _LINGER = 1.5  # seconds in which the last words are repeated
+_DYING = 5.0  # seconds that a killed process may take to end after its files are closed
 
 
 def patience(limit: float) -> float:
@@ -115,6 +116,7 @@ class Watchdog:
         self.clocks = Clocks(host)
         self._buffer = b""
         self.commands_closed = False
+        self.closed_at = 0.0
         self.selector = selectors.DefaultSelector()
         os.set_blocking(commands, False)
         self.selector.register(commands, selectors.EVENT_READ, self._read_commands)
@@ -166,7 +168,9 @@ class Watchdog:
             return
         state, status = process_state(self.parent)
         now = time.monotonic()
-        if self.commands_closed and state not in ("", "Z", "X"):  # the rank has left the job and lives on
+        # A rank that has left the job and lives on. One that is killed closes its files first and is a zombie later.
+        left = self.commands_closed and (self.bye or now - self.closed_at > _DYING)
+        if left and state not in ("", "Z", "X"):
             self.listening, state, status = False, "Z", 0
         if state in ("", "Z", "X") or os.getppid() != self.parent:
             self._rank_ended(status if state == "Z" else None, now)
@@ -210,7 +214,7 @@ class Watchdog:
             while data := os.read(self.commands, 65536):
                 self._buffer += data
             self.selector.unregister(self.commands)
-            self.commands_closed = True
+            self.commands_closed, self.closed_at = True, time.monotonic()
         *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             command = json.loads(line)
