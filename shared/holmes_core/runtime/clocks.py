@@ -10,10 +10,11 @@ _SKEW = 1.0  # seconds that confuse a reader of logs
 
 
 class Clocks:
-    """Compares this host's clock with others'.
+    """Compares this host's clock with others', as NTP does (RFC 5905, 8): by datagrams of both ways.
 
-    A datagram's time of arrival less its time of sending is the difference of the clocks and its delay, which is
-    never negative: the smallest of many is near the difference.
+    A datagram's time of arrival less its time of sending is its delay plus the difference of the clocks, and a delay is
+    never negative. So the least of one way is a bound from above, the least of the other one from below, however slow
+    the network is and however unequal its two ways; both together are a round trip.
 
     Args:
         host: This host's name.
@@ -22,25 +23,37 @@ class Clocks:
     def __init__(self, host: str) -> None:
         self._host = host
         self._seen: dict[str, tuple[int, float]] = {}
+        self._told: set[str] = set()
 
-    def heard(self, host: str, sent: float, now: float) -> str:
+    def least(self, host: str) -> float | None:
+        """Least of arrival here less sending there, in seconds; None before enough datagrams came."""
+        count, least = self._seen.get(host, (0, 0.0))
+        return least if count >= _ENOUGH else None
+
+    def heard(self, host: str, sent: float, now: float, back: float | None = None) -> str:
         """Take note of a datagram.
 
         Args:
             host: Who sent it.
             sent: When, by that host's clock, in seconds since 1970.
             now: When it came, by this host's clock.
+            back: That host's `least` of this one's datagrams, if it has heard enough of them.
 
         Returns:
             What to say, once per host; usually nothing.
         """
         count, least = self._seen.get(host, (0, float("inf")))
-        least = min(least, now - sent)
-        self._seen[host] = (count + 1, least)
-        if count + 1 != _ENOUGH or abs(least) < _SKEW:
+        self._seen[host] = (count + 1, min(least, now - sent))
+        here = self.least(host)
+        if here is None or back is None or host in self._told or here + back < 0:  # a clock was set in between
             return ""
-        way = "behind" if least > 0 else "ahead of"
+        lowest, highest = -here, back  # that clock less this one
+        if lowest < _SKEW and highest > -_SKEW:
+            return ""
+        self._told.add(host)
+        way = "behind" if highest < 0 else "ahead of"
         return (
-            f"holmes: the clock of host {host} is {abs(least):.1f} s {way} that of {self._host}: times in their logs "
-            "do not compare; keep clocks in step (chronyc tracking, timedatectl)"
+            f"holmes: the clock of host {host} is {abs(lowest + highest) / 2:.1f} s {way} that of {self._host} "
+            f"(measured to {(highest - lowest) / 2:.2g} s): times in their logs do not compare; keep clocks in step "
+            "(chronyc tracking, timedatectl)"
         )

@@ -289,6 +289,7 @@ class Watchdog:
             c=self.cause.to_json() if self.cause is not None else None,
             l=left,
             p={address: made.getsockname()[1] for address, made in self.link_sockets.items()},
+            b=self.clocks.least(self.peers[0].host) if 0 in self.peers else None,
         )
         for rank in (self.near | {0}) - {self.rank}:
             if rank in self.peers:
@@ -322,8 +323,10 @@ class Watchdog:
         rank = said["r"]
         peer.heard, peer.training, peer.record, peer.place = time.monotonic(), said["t"], said["v"], said["d"]
         peer.ports = said["p"]
-        if self.rank == 0 and peer.host != self.host and (line := self.clocks.heard(peer.host, said["w"], time.time())):
-            _say(line)
+        if 0 in (self.rank, rank) and peer.host != self.host:  # rank 0 compares its clock with all others'
+            line = self.clocks.heard(peer.host, said["w"], time.time(), said.get("b") if self.rank == 0 else None)
+            if line:
+                _say(line)
         peer.left = said["l"] or peer.left
         self.near.add(rank)
         if said["c"] is not None and (self.gone_at is None or self._wants_to_know()):

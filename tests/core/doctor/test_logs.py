@@ -610,6 +610,46 @@ FAULTS = {
         "first-failure",
         ["rank 3 (stage 1 of 2, host n4)"],
     ),
+    "what Holmes says of a rank that was killed": (
+        [
+            "holmes: rank 1 ends, because of another failure",
+            "seen:  rank 0 (stage 1 of 2, dp 0, tp 0, host b1) was killed (SIGKILL)",
+            "where: at step 5, computing, told on rank 1 (stage 0 of 2, dp 0, tp 0, host a1)",
+            "RuntimeError: Connection closed by peer [192.0.2.1]:1",
+        ],
+        "first-failure",
+        ["rank 0 (stage 1 of 2, dp 0, tp 0, host b1) was killed (SIGKILL)", "job.log:2"],
+    ),
+    "a lost host is named after a rank that died": (
+        [
+            "seen:  rank 2 (stage 1 of 2, dp 0, tp 0, host b1) is lost with its host b1: no sign of life from its ranks"
+            " 2, 3 for 12 s",
+            "seen:  rank 4 (stage 2 of 2, dp 0, tp 0, host c1) crashed (SIGSEGV)",
+        ],
+        "first-failure",
+        ["rank 4", "crashed (SIGSEGV)", "job.log:2"],
+    ),
+    "a host of which nothing is heard": (
+        ["seen:  rank 2 (stage 1 of 2, dp 0, tp 0, host b1) is lost with its host b1: no sign of life"],
+        "first-failure",
+        ["rank 2", "is lost with its host b1"],
+    ),
+    "a clock that is wrong": (
+        [
+            "holmes: the clock of host b1 is 75.0 s behind that of a1 (measured to 0.0002 s): times in their logs do "
+            "not compare; keep clocks in step (chronyc tracking, timedatectl)"
+        ],
+        "clock-skew",
+        ["b1", "75.0 s", "chronyc"],
+    ),
+    "a rank that has become slow": (
+        [
+            "holmes: rank 2 (host b1, stage 1, dp 0, tp 0) has become slow: it computes 0.4 s per batch; 0.2 s before",
+            "holmes: stage 1 waits 38 % of each step for link a -> b (host a2 -> b1, rank 1 -> rank 2)",
+        ],
+        "slow-rank-or-link",
+        ["rank 2 (host b1", "2 times"],
+    ),
     "other launchers' prefixes": (
         [
             "[1,3]<stdout>:" + n("q1", "NET/IB : No device found."),

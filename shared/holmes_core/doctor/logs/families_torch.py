@@ -260,8 +260,38 @@ TORCH_FAMILIES = (
     ),
     Family(
         name="holmes",
-        words=("failed:",),
-        pattern=re.compile(r"seen: +rank (?P<rank>\d+) \((?P<place>.+?)\) failed: (?P<cause>.+)"),
+        words=("seen: ",),
+        pattern=re.compile(
+            r"seen: +rank (?P<rank>\d+) \((?P<place>.+?)\) (?P<cause>(?:failed: |was |has |is |crashed|ended ).+)"
+        ),
+    ),
+    Family(
+        name="clock",
+        words=("holmes: the clock of",),
+        pattern=re.compile(r"holmes: the clock of host (?P<host>\S+) is [\d.]+ s (?:behind|ahead of) that of"),
+        verdict=Verdict(
+            id="clock-skew",
+            severity="warning",
+            means="the watchdogs compared their clocks by datagrams of both ways, so that a slow network cannot feign "
+            "this: which line of two hosts' logs came first cannot be told from their times; certificates and tokens "
+            "may be refused",
+            do="set the clock of that host and keep it in step (chronyc tracking, timedatectl); until then order lines "
+            "by step numbers",
+            likelihood=40,
+        ),
+    ),
+    Family(
+        name="slow",
+        words=("holmes: rank ", "holmes: stage "),
+        pattern=re.compile(r"holmes: (?:rank \d+ \(.+\) has become slow|stage \d+ waits \d+ % of each step for link)"),
+        verdict=Verdict(
+            id="slow-rank-or-link",
+            severity="warning",
+            means="the job as a whole waits for it: every step takes as long as the slowest rank and link",
+            do="look at that host's clocks, temperature and other processes (nvidia-smi -q -d PERFORMANCE, top), or at "
+            "the ports and counters of the link (`holmes doctor` on both hosts)",
+            likelihood=60,
+        ),
     ),
     Family(
         name="exit-agent",

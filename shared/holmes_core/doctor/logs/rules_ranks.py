@@ -75,18 +75,32 @@ def rank_findings(case: Case) -> Iterator[Finding]:
     yield from _gone(case)
 
 
+# What Holmes knows only by an absence, or what may be an echo; a cause that was seen at its source comes before it.
+_WEAK = re.compile(r"is (?:lost|not reached|furthest)|has (?:lost|given no)|ended without|was (?:ended by|interrupted)")
+
+
 def _holmes(case: Case) -> Iterator[Finding]:
-    for event in case.log.of("holmes"):
-        yield Finding(
-            id="first-failure",
-            severity="error",
-            seen=f"rank {event.get('rank')} ({event.get('place')}) failed first: {event.get('cause')[:300]}",
-            means="Holmes on that rank reported it before the job went down; the other ranks stopped because of it",
-            do=f"look at the traceback of rank {event.get('rank')}",
-            where=case.log.where(event),
-            likelihood=94,
-        )
+    """All ranks say the same cause; where they do not, one that was seen at its source is it."""
+    told = list(case.log.of("holmes"))
+    if not told:
         return
+    event = next((one for one in told if not _WEAK.match(one.get("cause"))), told[0])
+    rank, cause = event.get("rank"), event.get("cause")
+    if cause.startswith("failed: "):
+        means = "Holmes on that rank reported it before the job went down; the other ranks stopped because of it"
+        do, words = f"look at the traceback of rank {rank}", f"failed first: {cause.removeprefix('failed: ')}"
+    else:
+        means = "Holmes on the ranks that were left reported it; they ended because of it"
+        do, words = "read `means:` and `do:` below that line", cause
+    yield Finding(
+        id="first-failure",
+        severity="error",
+        seen=f"rank {rank} ({event.get('place')}) {words[:300]}",
+        means=means,
+        do=do,
+        where=case.log.where(*(one for one in told if one.fields == event.fields)),
+        likelihood=80 if _WEAK.match(cause) else 94,
+    )
 
 
 def is_echo(event: Event) -> bool:
