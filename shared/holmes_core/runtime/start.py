@@ -7,11 +7,14 @@ is wrong with hosts, clusters or environment is found before any process group e
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -147,6 +150,7 @@ def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting
                 world_size=len(meeting.inventories),
                 timeout=timeout,
             )
+        atexit.register(_let_threads_finish)
     except RuntimeError as error:
         used = ", ".join(f"{host}:{interface}" for host, interface in interfaces.items()) or "gloo's default interface"
         raise HolmesError(
@@ -160,6 +164,23 @@ def join(meeting: Meeting, *, config: HolmesConfig, device_type: str) -> Meeting
         # the address of the host's name, often 127.0.1.1.
         set_missing({"GLOO_SOCKET_IFNAME": interfaces[me]})
     return replace(meeting, store=None, watch=watch)
+
+
+def _let_threads_finish() -> None:
+    """Give gloo's threads time to drop the last collective's tensors, which takes Python's lock, before Python ends.
+
+    Before 3.14, Python ends a thread that asks for its lock too late by unwinding it; torch's destructors cannot be
+    unwound, and the process would die of SIGABRT ("terminate called without an active exception") after all is done.
+    """
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        time.sleep(0.01)  # whoever waits for the lock has it now
+        try:
+            states = [task.read_text().rpartition(")")[2].split()[0] for task in Path("/proc/self/task").glob("*/stat")]
+        except OSError:  # a thread that has ended meanwhile
+            continue
+        if states.count("R") <= 1:  # this thread
+            return
 
 
 def _watch(meeting: Meeting, interface: str, config: HolmesConfig) -> Watchdog | None:

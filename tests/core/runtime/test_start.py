@@ -103,3 +103,31 @@ def test_hosts_that_call_themselves_the_same_are_told_apart_by_address() -> None
 def test_ranks_of_one_host_stay_together_whatever_else_differs(environment: Any) -> None:
     one = inventory("n1", ethernet("eth0", "192.0.2.1/24"))
     assert [found.host for found in tell_apart([one, replace(one, environment=environment)])] == ["n1", "n1"]
+
+
+ENDS = """
+import ctypes, os, sys, time
+import torch
+import torch.distributed as dist
+from holmes_core.config import HolmesConfig
+from holmes_core.runtime.start import join, meet
+
+rank = int(os.environ["RANK"])
+config = HolmesConfig(timeout=30)
+join(meet(rank=rank, world_size=2, timeout=30), config=config, device_type="cpu")
+if rank == 1:
+    time.sleep(1)
+tensor = torch.ones(8)
+work = dist.all_reduce(tensor, async_op=True)
+del tensor, work  # gloo's thread drops the tensor, and needs Python's lock for it
+if rank == 0:
+    sys.setswitchinterval(1000)
+    ctypes.PyDLL(None).sleep(3)  # keeps the lock until the script ends
+"""
+
+
+def test_a_thread_that_waits_for_pythons_lock_at_the_end(run_script: Any, tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text(ENDS)
+    run = run_script(["ends.py"], nproc=2)
+    assert run.returncode == 0, run.output
+    assert "terminate called" not in run.output
