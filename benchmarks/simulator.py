@@ -66,24 +66,31 @@ def train(steps: int, out: str) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     run = parallelize(model, optimizer)
     plan = run.engine.plan
-    times = []
+    times, pipelines, spent = [], [], []
     for step in range(steps + WARM_UP):
         if step == WARM_UP:  # the check of the first loss is past
             _forget_peak()
         generator = torch.Generator().manual_seed(step * plan.layout.dp + run.replica)
         ids = torch.randint(0, VOCAB, (REPLICA_BATCH, LENGTH), generator=generator)
+        begin = time.perf_counter()
         loss = model(input_ids=ids, labels=ids).loss
+        pipelines.append(time.perf_counter() - begin)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         times.append(time.perf_counter())
+        spent.append(time.process_time())
     peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, (plan.grid.coordinates(dist.get_rank()).pp, _peak()))
+    cpu = (spent[-1] - spent[WARM_UP - 1]) / steps
+    dist.all_gather_object(peaks, (plan.grid.coordinates(dist.get_rank()).pp, _peak(), cpu))
     if dist.get_rank() == 0:
         assert plan.prediction is not None
         found = {
             "steps": [b - a for a, b in pairwise(times[WARM_UP - 1 :])],
-            "peaks": [max(peak for pp, peak in peaks if pp == rank) for rank in range(plan.layout.pp)],
+            "pipelines": pipelines[WARM_UP:],
+            "processor": [max(cpu for pp, _, cpu in peaks if pp == rank) for rank in range(plan.layout.pp)],
+            "peaks": [max(peak for pp, peak, _ in peaks if pp == rank) for rank in range(plan.layout.pp)],
+            "topology": plan.topology.to_json(),
             "prediction": plan.prediction.to_json(),
             "layers": plan.layers_per_stage,
             "samples": REPLICA_BATCH * plan.layout.dp,

@@ -8,13 +8,22 @@ step: the schedule's critical path, gradients over the rings of each stage, the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from holmes_core.cluster.value import Value
+from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
-from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds, rank_of_stage
+from holmes_core.plan.cost_schedule import (
+    RECOMPUTED_FOR_WEIGHTS,
+    SPLIT_BACKWARD,
+    ZERO_BUBBLE,
+    in_flight,
+    pipeline_seconds,
+    rank_of_stage,
+    stages_by_rank,
+)
 from holmes_core.plan.hardware import Hardware, Measured
 from holmes_core.plan.profile import ModelProfile
 
@@ -31,13 +40,6 @@ RUNTIME_BYTES = int(1.5 * 2**30)
 USABLE_MEMORY = 0.92
 _TP_LATENCY = 15e-6
 
-# Bytes per parameter: weights, gradients, optimizer states (Adam's two moments), autocast's copies.
-PRECISIONS: dict[str, tuple[int, int, int, int]] = {
-    "bf16-mixed": (4, 4, 8, 2),
-    "bf16-true": (2, 2, 4, 0),
-    "32-true": (4, 4, 8, 0),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job(Value):
@@ -49,11 +51,12 @@ class Job(Value):
         batch: Samples per step over all replicas.
         precision: A key of PRECISIONS.
         efficiency: Part of the peak that compute reaches, where no speed was measured.
-        overlap: Part of the gradient traffic that is hidden behind compute, 0 to 1.
+        overlap: Part of summing gradients that is hidden behind compute, 0 to 1.
         replica_batch: Samples of one replica's batch, where the data loader decides that; `batch` is then not looked
             at, and the layout that trains most samples per second is the fastest. 0: `batch` decides.
         runtime_bytes: What every rank occupies besides the model.
         trainable: Part of the parameters that is trained, 0 to 1; the others have no gradient and no state.
+        device_type: ``cuda`` or ``cpu``: what sums gradients (NCCL, gloo), and how AdamW steps.
     """
 
     profile: ModelProfile
@@ -65,6 +68,7 @@ class Job(Value):
     replica_batch: int = 0
     runtime_bytes: int = RUNTIME_BYTES
     trainable: float = 1.0
+    device_type: str = "cuda"
 
     def samples(self, dp: int) -> int:
         """Return the samples of one replica's batch."""
@@ -87,6 +91,7 @@ class Choice(Value):
         layers_per_stage: Blocks of each stage in pipeline order.
         embedding_on_last: Whether the last rank runs the input embedding, too, and sends what it has embedded to the
             first.
+        sharding: ``optimizer`` (each parameter is stepped by one replica, which hands it out) or ``none``.
     """
 
     tp: int
@@ -99,6 +104,7 @@ class Choice(Value):
     recompute: bool = False
     layers_per_stage: tuple[int, ...] = ()
     embedding_on_last: bool = False
+    sharding: str = "optimizer"
 
     @property
     def pp(self) -> int:
@@ -124,14 +130,15 @@ class Choice(Value):
         pp = self.pp
         return [rank_of_stage(self.schedule, stage, pp) for stage in range(pp * self.virtual_stages)]
 
-    def stages_of(self, rank: int) -> list[int]:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages a pp rank runs, ascending."""
-        return [stage for stage, owner in enumerate(self.ranks()) if owner == rank]
+        return stages_by_rank(self.schedule, self.pp, self.virtual_stages)[rank]
 
     def describe(self) -> str:
         """Return the choice on one line."""
         virtual = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         recompute = ", recompute" if self.recompute else ""
+        recompute += f", sharding {self.sharding}" if self.sharding != "optimizer" and self.dp > 1 else ""
         return (
             f"pp {self.pp} x dp {self.dp} x tp {self.tp}, {self.schedule}{virtual}, "
             f"micro-batch {self.micro_batch_size}{recompute}"
@@ -145,33 +152,37 @@ class StageCosts:
     Args:
         forward: Seconds per micro-batch, per stage.
         backward: The same, with recomputation where it is chosen.
+        again: Those of them that recompute.
         edges: The way from each stage to the next.
         embedded: The way from the last rank to the first, where the last runs the embedding; else None.
         sent: Bytes one rank sends over an edge per micro-batch, in each direction.
-        gradient_seconds: Per pp rank, per step: gradients summed, parameters handed out.
+        reduce_seconds: Per pp rank, per step: gradients are summed.
+        gather_seconds: The same: parameters are handed out.
         gradient_bytes: Per pp rank: what its rings move between hosts in one step.
         optimizer_seconds: Per pp rank, per step.
         tied_seconds: Per step: gradients of the weights that first and last stage share.
         static_bytes: Per pp rank: weights, gradients, optimizer states, runtime.
         activation_bytes: Per stage and micro-batch.
         transient_bytes: Per pp rank: what one micro-batch needs while it is computed.
-        reduce_bytes: Per pp rank: the flat copies of its gradients while they are summed, after the last backward pass.
+        ending_bytes: Per pp rank: what the end of a step needs besides, when activations are gone.
         limit_bytes: Per pp rank: memory that can be used.
         num_microbatches: Per step and replica.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
+    again: tuple[float, ...]
     edges: tuple[Edge, ...]
     sent: int
-    gradient_seconds: tuple[float, ...]
+    reduce_seconds: tuple[float, ...]
+    gather_seconds: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     optimizer_seconds: tuple[float, ...]
     tied_seconds: float
     static_bytes: tuple[int, ...]
     activation_bytes: tuple[int, ...]
     transient_bytes: tuple[int, ...]
-    reduce_bytes: tuple[int, ...]
+    ending_bytes: tuple[int, ...]
     limit_bytes: tuple[int, ...]
     num_microbatches: int
     embedded: Edge | None = None
@@ -180,9 +191,22 @@ class StageCosts:
         """Return how long an activation occupies an edge."""
         return self.sent / self.edges[edge].bandwidth
 
+    def input_seconds(self, stage: int) -> float:
+        """Return what the input's part of a split backward pass takes."""
+        return SPLIT_BACKWARD[0] * (self.backward[stage] - self.again[stage]) + self.again[stage]
+
+    def weight_seconds(self, stage: int) -> float:
+        """Return what the weights' part of a split backward pass takes."""
+        plain = self.backward[stage] - self.again[stage]
+        return SPLIT_BACKWARD[1] * plain + RECOMPUTED_FOR_WEIGHTS * self.again[stage]
+
     def memory_bytes(self, rank: int, kept: int) -> int:
-        """Return a pp rank's peak: while it computes with ``kept`` bytes of activations, or while it sums gradients."""
-        return self.static_bytes[rank] + max(kept + self.transient_bytes[rank], self.reduce_bytes[rank])
+        """Return a pp rank's peak: while it computes with ``kept`` bytes of activations, or at the end of the step."""
+        return self.static_bytes[rank] + max(kept + self.transient_bytes[rank], self.ending_bytes[rank])
+
+    def exposed_seconds(self, rank: int, overlap: float) -> float:
+        """Return what a pp rank's gradients and parameters take when it does nothing else."""
+        return self.reduce_seconds[rank] * (1 - overlap) + self.gather_seconds[rank]
 
     def port_seconds(self) -> float:
         """Return how long the busiest port sends per micro-batch."""
@@ -248,9 +272,7 @@ class CostModel:
         self.parameters = [0, *accumulate(block.parameters for block in profile.blocks)]
         self.kept = [0, *accumulate(block.activation_bytes for block in profile.blocks)]
         self.whole = [0, *accumulate(block.whole_bytes for block in profile.blocks)]
-        weights, grads, states, casts = PRECISIONS[job.precision]
-        self.per_parameter, self.states = weights + grads * job.trainable + casts, states * job.trainable
-        self.grad_bytes, self._weight_bytes = grads * job.trainable, weights
+        self.bytes = ParameterBytes.of(job.precision, trainable=job.trainable, gloo=job.device_type == "cpu")
         self._largest_block = max(block.activation_bytes for block in profile.blocks)
 
     def places(self, choice: Choice) -> list[Place]:
@@ -298,7 +320,7 @@ class CostModel:
         job, profile, tp, dp, x = self.job, self.job.profile, choice.tp, choice.dp, choice.micro_batch_size
         places, pp, width = self.places(choice), choice.pp, choice.width
         num_stages, rank_of = choice.num_stages, choice.ranks()
-        forward, backward, kept = [], [], []
+        forward, backward, again, kept = [], [], [], []
         parameters = [0.0] * pp
         at = 0
         for stage, count in enumerate(choice.layers_per_stage):
@@ -308,42 +330,51 @@ class CostModel:
             parameters[rank_of[stage]] += (self.parameters[stop] - self.parameters[at]) / tp
             head = self.head_seconds(place, tp, x) if stage == num_stages - 1 else (0.0, 0.0)
             forward.append(count * there + head[0])
-            backward.append(count * (back + (there if choice.recompute else 0.0)) + head[1])
-            kept.append(x * (count * profile.boundary_bytes if choice.recompute else self._kept(at, stop, tp)))
+            again.append(count * there if choice.recompute else 0.0)
+            backward.append(count * back + again[-1] + head[1])
+            inside = count * profile.boundary_bytes if choice.recompute else self._kept(at, stop, tp)
+            kept.append(x * (inside + (profile.boundary_bytes if stage < num_stages - 1 else 0)))  # what it has sent
             at = stop
-        if choice.embedding_on_last:  # a shared matrix is there once
+        if choice.embedding_on_last or rank_of[-1] == 0:  # a shared matrix is there once
             parameters[rank_of[-1]] += (profile.embedding_parameters - profile.tied_parameters) / tp
         else:
             parameters[0] += profile.embedding_parameters / tp
         parameters[rank_of[-1]] += profile.head_parameters / tp
         edges = tuple(self._edge(places[a], places[b], a == b, width) for a, b in pairwise(rank_of))
-        gradient = [self._gradients(places[r], n, dp, tp) for r, n in enumerate(parameters)]
-        transient = [x * self._largest_block // tp if choice.recompute else 0] * pp
+        gradient = [self._gradients(places[r], n, choice) for r, n in enumerate(parameters)]
+        # Gradients that come and go, and the next activation; a block that is computed again; the head.
+        arriving = 3 * x * profile.boundary_bytes if num_stages > 1 else 0
+        transient = [arriving + (x * self._largest_block // tp if choice.recompute else 0)] * pp
         transient[rank_of[-1]] += x * profile.head_activation_bytes // tp
+        if choice.embedding_on_last:  # micro-batches that were embedded ahead
+            transient[rank_of[-1]] += (pp + 1) * x * profile.boundary_bytes
+        sharded = choice.sharding != "none"
+        owners = dp if sharded else 1  # replicas that share the optimizer's work
         clusters = job.hardware.clusters
-        # Adam reads and writes weights and both moments, and reads gradients; replicas share the work.
-        touched = (2 * self._weight_bytes + 2 * self.states + self.grad_bytes) / dp
+        # Adam reads and writes weights and both moments, and reads gradients.
+        touched = (2 * self.bytes.weights * job.trainable + 2 * self.bytes.states + self.bytes.gradients) / owners
+        static, ending = self.bytes.static(dp, sharded=sharded), self.bytes.ending(dp, sharded=sharded)
         return StageCosts(
             forward=tuple(forward),
             backward=tuple(backward),
+            again=tuple(again),
             edges=edges,
             sent=x * profile.boundary_bytes,
-            gradient_seconds=tuple(seconds for seconds, _ in gradient),
-            gradient_bytes=tuple(moved for _, moved in gradient),
+            reduce_seconds=tuple(seconds for seconds, _, _ in gradient),
+            gather_seconds=tuple(seconds for _, seconds, _ in gradient),
+            gradient_bytes=tuple(moved for _, _, moved in gradient),
             optimizer_seconds=tuple(
-                n * job.trainable * (measured.optimizer / dp)
+                n * job.trainable * (measured.optimizer / owners)
                 if (measured := clusters[place.cluster].measured) and measured.optimizer
                 else n * touched / (clusters[place.cluster].gpu.bandwidth * 1e9 * 0.7)
                 for n, place in zip(parameters, places, strict=True)
             ),
             tied_seconds=0.0 if choice.embedding_on_last else self._tied(places, rank_of[-1], width, tp),
             embedded=self.network.edge(places[-1], places[0], width) if choice.embedding_on_last else None,
-            static_bytes=tuple(
-                int(n * (self.per_parameter + self.states / dp)) + job.runtime_bytes for n in parameters
-            ),
+            static_bytes=tuple(int(n * static) + job.runtime_bytes for n in parameters),
             activation_bytes=tuple(kept),
             transient_bytes=tuple(transient),
-            reduce_bytes=tuple(int(n * self.grad_bytes) if dp > 1 else 0 for n in parameters),
+            ending_bytes=tuple(int(n * ending) for n in parameters),
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-job.samples(dp) // x)),
         )
@@ -352,15 +383,22 @@ class CostModel:
         """Predict one step of a choice."""
         costs = self.stage_costs(choice)
         m, pp, v = costs.num_microbatches, choice.pp, choice.virtual_stages
+        backward: Sequence[float] = costs.backward
+        weights: Sequence[float] = ()
+        if choice.schedule in ZERO_BUBBLE:
+            weights = [costs.weight_seconds(stage) for stage in range(choice.num_stages)]
+            if choice.schedule != "dualpipev":
+                backward = [costs.input_seconds(stage) + w for stage, w in enumerate(weights)]
         pipeline = pipeline_seconds(
             choice.schedule,
             costs.forward,
-            costs.backward,
+            backward,
             [costs.send_seconds(edge) for edge in range(len(costs.edges))],
             [edge.latency for edge in costs.edges],
             num_microbatches=m,
             pp=pp,
             port=costs.port_seconds(),
+            weights=weights,
         )
         if costs.embedded is not None:
             pipeline += 2 * (costs.sent / costs.embedded.bandwidth + costs.embedded.latency)
@@ -370,7 +408,7 @@ class CostModel:
             held = in_flight(choice.schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m)
             mean = sum(costs.activation_bytes[stage] for stage in stages) / v
             memory.append(costs.memory_bytes(rank, int(held * mean)))
-        gradient = max(costs.gradient_seconds) * (1 - self.job.overlap) + costs.tied_seconds
+        gradient = max(costs.exposed_seconds(rank, self.job.overlap) for rank in range(pp)) + costs.tied_seconds
         return self.assemble(choice, costs, pipeline, tuple(memory), gradient)
 
     def assemble(
@@ -416,16 +454,22 @@ class CostModel:
     def _edge(self, a: Place, b: Place, same: bool, width: int) -> Edge:
         return INSIDE_RANK if same else self.network.edge(a, b, width)
 
-    def _gradients(self, place: Place, parameters: float, dp: int, tp: int) -> tuple[float, float]:
+    def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float]:
         """Seconds to sum a stage's gradients over its replicas and to hand out parameters; bytes between hosts."""
+        dp, tp = choice.dp, choice.tp
         if dp == 1:
-            return 0.0, 0.0
-        per_ring = (dp - 1) / dp * parameters * (self.grad_bytes + self._weight_bytes)
+            return 0.0, 0.0, 0.0
+        part = (dp - 1) / dp * parameters
+        # To the owners and back as parameters; or all around, so that every replica has the sums.
+        reduced = part * self.bytes.gradients * (2 if choice.sharding == "none" else 1)
+        handed_out = 0.0 if choice.sharding == "none" else part * self.bytes.weights * self.job.trainable
         between = self.network.ring_bandwidth(place, dp)
         if not between:
-            return per_ring / self.network.local_bandwidth(place.cluster), 0.0
+            local = self.network.local_bandwidth(place.cluster)
+            return reduced / local, handed_out / local, 0.0
         # One ring per tp rank, all through the same ports.
-        return tp * per_ring / between, tp * per_ring * (place.last_host - place.first_host + 1)
+        hosts = place.last_host - place.first_host + 1
+        return tp * reduced / between, tp * handed_out / between, tp * (reduced + handed_out) * hosts
 
     def _tied(self, places: list[Place], last: int, width: int, tp: int) -> float:
         if not self.job.profile.tied_parameters or last == 0:
@@ -433,4 +477,4 @@ class CostModel:
         edge = self.network.edge(places[0], places[last], width)
         # Only the replica that owns the weight sends: its tp ranks, not all that share the port.
         share = max(1, places[0].per_host // tp)
-        return self.grad_bytes * self.job.profile.tied_parameters / tp / (edge.bandwidth * share)
+        return self.bytes.gradients * self.job.profile.tied_parameters / tp / (edge.bandwidth * share)

@@ -18,6 +18,7 @@ from holmes_core.config import V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
+from holmes_core.plan.cost_schedule import RECOMPUTED_FOR_WEIGHTS, ZERO_BUBBLE
 from holmes_core.plan.grid import make_grid, ranks_in_order
 from holmes_core.plan.layout import Layout, choose_layout, default_num_microbatches
 from holmes_core.plan.partition import equal_partition
@@ -47,6 +48,7 @@ class Step:
         runtime_bytes: What every rank occupies besides the model.
         trainable: Part of the parameters that is trained.
         recomputes: Whether the model recomputes its blocks already.
+        device_type: ``cuda`` or ``cpu``.
     """
 
     profile: ModelProfile
@@ -56,6 +58,7 @@ class Step:
     runtime_bytes: int
     trainable: float = 1.0
     recomputes: bool = False
+    device_type: str = "cuda"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +165,11 @@ def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeRes
     recompute = chosen.choice.recompute
     if recompute and not step.recomputes and config.recompute is None:
         notes.append("blocks are recomputed in the backward pass: without it the memory would not do")
+    if recompute and config.schedule in ZERO_BUBBLE:
+        notes.append(
+            f"{config.schedule} splits backward passes, and torch recomputes a block for each weight of it: about "
+            f"{RECOMPUTED_FOR_WEIGHTS + 1} times; 1f1b recomputes it once"
+        )
     return Decision(
         config=_filled(config, chosen, usual, probe),
         topology=ordered(topology, chosen.choice.order) if chosen.choice.order != order else topology,
@@ -185,6 +193,7 @@ def _job(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeResul
         precision=step.precision,
         runtime_bytes=step.runtime_bytes,
         trainable=step.trainable,
+        device_type=step.device_type,
     )
 
 
@@ -200,6 +209,7 @@ def _limits(config: HolmesConfig, topology: Topology, step: Step) -> Limits:
         micro_batch_size=config.micro_batch_size,
         num_microbatches=config.num_microbatches,
         recompute=True if step.recomputes else config.recompute,
+        sharding=config.sharding,
         last=None if v_schedule else zero,
         first=zero if v_schedule else None,
         partition=config.partition,
@@ -237,6 +247,7 @@ def _usual(
         micro_batch_size=-(-batch // m),
         recompute=bool(fixed.recompute),
         embedding_on_last=layout.embedding_on_last,
+        sharding=config.sharding,
     )
     found = _with_blocks(model, config, choice, probe)
     if found.prediction.fits or fixed.recompute is not None:

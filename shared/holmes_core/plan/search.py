@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import permutations
 
 from holmes_core.cluster.value import Value
-from holmes_core.config import EMBEDDING_SCHEDULES
+from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
-from holmes_core.plan.cost_schedule import in_flight
+from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight
 from holmes_core.plan.layout import Layout, default_num_microbatches
 from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition, self_adapting_partition
 from holmes_core.plan.simulate import predict_by_simulation
@@ -47,8 +47,10 @@ class Limits(Value):
         micro_batch_size: Samples per micro-batch.
         num_microbatches: Micro-batches per replica's batch; looked at where the data loader decides the batch.
         recompute: Whether blocks are recomputed.
-        last: Cluster that comes last in the pipeline, as a position in ``Hardware.clusters``.
+        last: Cluster that holds the last stage, as a position in ``Hardware.clusters``: it comes last in the pipeline,
+            and first in V schedules.
         first: Cluster that comes first.
+        sharding: ``optimizer`` or ``none``.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
         embedding: Which rank runs the input embedding: ``first``, ``last`` or, as jobs do it, ``auto``.
     """
@@ -63,6 +65,7 @@ class Limits(Value):
     recompute: bool | None = None
     last: int | None = None
     first: int | None = None
+    sharding: str | None = None
     partition: str = "auto"
     embedding: str = "auto"
 
@@ -127,7 +130,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
                 found
                 for one in fitting[:_SHORTLIST]
                 for order in rest
-                if (found := _evaluate(model, limits, _reordered(one.choice, order))) is not None
+                if (found := _evaluate(model, limits, _reordered(one.choice, order, limits))) is not None
             ]
         tried += more
         fitting += [one for one in more if one.prediction.fits]
@@ -137,7 +140,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
     fitting.sort(key=_seconds)
     ranked = _simulated(model, fitting, limits.partition)
     near = [one for one in ranked if _seconds(one) <= (1 + _SAME) * _seconds(ranked[0])]
-    best = min(near, key=lambda one: (one.choice.num_stages, place[one.choice.order], _seconds(one)))
+    best = min(near, key=lambda one: (one.choice.num_stages, place.get(one.choice.order, 0), _seconds(one)))
     runners: dict[tuple[object, ...], Candidate] = {}
     for one in ranked:
         if (key := _key(one.choice)) != _key(best.choice):
@@ -156,19 +159,32 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
 def candidates(model: CostModel, limits: Limits, orders: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
     """Predict every legal layout in closed form, whether it fits the memory or not.
 
-    Recomputation is tried only where a layout does not fit without it: it is never faster.
+    Recomputation is tried only where a layout does not fit without it: it is never faster; nor with zero-bubble
+    schedules, whose weights' parts recompute blocks many times, unless such a schedule is asked for. Nor are optimizers
+    tried that are not shared where summing gradients is not hidden: they send as much, step more, need more memory.
     """
     for order in orders:
-        for choice in _choices(model.job, limits, order):
+        for choice in _sharded(model.job, limits, _choices(model.job, limits, order)):
             plain = None
+            split = choice.schedule in ZERO_BUBBLE and limits.schedule is None
             if limits.recompute is not True:
                 plain = _evaluate(model, limits, choice)
                 if plain is not None and (plain.prediction.fits or limits.recompute is False):
                     yield plain
                     continue
-            found = _evaluate(model, limits, replace(choice, recompute=True))
+            found = None if split else _evaluate(model, limits, replace(choice, recompute=True))
             if found is not None or plain is not None:
                 yield found or plain  # type: ignore[misc]
+
+
+def _sharded(job: Job, limits: Limits, choices: Iterator[Choice]) -> Iterator[Choice]:
+    for choice in choices:
+        if limits.sharding is not None:
+            yield replace(choice, sharding=limits.sharding)
+            continue
+        yield choice
+        if choice.dp > 1 and job.overlap:
+            yield replace(choice, sharding="none")
 
 
 def split_blocks(model: CostModel, choice: Choice, partition: str = "auto") -> tuple[int, ...] | None:
@@ -220,15 +236,20 @@ def _block_limits(model: CostModel, choice: Choice) -> list[int]:
     whole = model.whole[-1]
     kept = profile.boundary_bytes * count if choice.recompute else whole + (model.kept[-1] - whole) / tp
     parameters = model.parameters[-1] / count / tp
-    weights = parameters * (model.per_parameter + model.states / choice.dp)
-    summed = weights + (parameters * model.grad_bytes if choice.dp > 1 else 0)
-    found = []
-    for rank in choice.ranks():
+    sharded = choice.sharding != "none"
+    weights = parameters * model.bytes.static(choice.dp, sharded=sharded)
+    ended = weights + parameters * model.bytes.ending(choice.dp, sharded=sharded)
+    found = [0] * choice.num_stages
+    for rank in range(choice.pp):
+        stages = choice.stages_of(rank)
         held = in_flight(choice.schedule, rank=rank, pp=choice.pp, virtual_stages=v, num_microbatches=m)
         room = empty.limit_bytes[rank] - empty.static_bytes[rank]
-        computing = (room - empty.transient_bytes[rank]) / v // (weights + held / v * x * kept / count)
-        summing = (room - empty.reduce_bytes[rank]) / v // summed
-        found.append(min(count, max(0, int(min(computing, summing)))))
+        # What stages have sent stays, however few blocks they have.
+        handed_on = held * sum(empty.activation_bytes[stage] for stage in stages) / v
+        computing = (room - empty.transient_bytes[rank] - handed_on) / v // (weights + held / v * x * kept / count)
+        ending = (room - empty.ending_bytes[rank]) / v // ended
+        for stage in stages:
+            found[stage] = min(count, max(0, int(min(computing, ending))))
     return found
 
 
@@ -284,9 +305,10 @@ def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choic
                 m = job.batch // dp // x
                 for schedule, v in _schedules(limits, pp, m, len(profile.blocks)):
                     last = plain.embedding_on_last and schedule in EMBEDDING_SCHEDULES
-                    yield replace(
+                    found = replace(
                         plain, schedule=schedule, virtual_stages=v, micro_batch_size=x, embedding_on_last=last
                     )
+                    yield _reordered(found, order, limits)
 
 
 def _embedding_on_last(job: Job, limits: Limits, pp: int) -> bool:
@@ -323,7 +345,7 @@ def _as_a_job_runs_it(job: Job, limits: Limits, plain: Choice) -> Iterator[Choic
 
 
 def _schedules(limits: Limits, pp: int, m: int, blocks: int) -> Iterator[tuple[str, int]]:
-    """The schedules that can run: 1F1B needs as many micro-batches as stages, interleaving whole rounds of them."""
+    """The schedules that can run: 1F1B needs as many micro-batches as ranks, interleaving whole rounds of them."""
     if pp == 1:
         found = [("1f1b", 1)]
     else:
@@ -331,6 +353,10 @@ def _schedules(limits: Limits, pp: int, m: int, blocks: int) -> Iterator[tuple[s
         found.append(("gpipe", 1))
         if m >= pp and m % (m // pp) == 0:
             found += [("interleaved_1f1b", v) for v in _VIRTUAL if pp * v <= blocks]
+            found += [("interleaved_zb", v) for v in (1, *_VIRTUAL) if pp * v <= blocks]
+        if 2 * pp <= blocks:
+            found += [("zbv", 2)] if m >= pp else []
+            found += [("dualpipev", 2)] if m >= 2 * pp else []
     for schedule, v in found:
         if limits.schedule in (None, schedule) and limits.virtual_stages in (None, v):
             yield schedule, v
@@ -394,7 +420,12 @@ def _orders(count: int, last: int | None = None, first: int | None = None) -> li
     return [order for order in orders if last in (None, order[-1]) and first in (None, order[0])]
 
 
-def _reordered(choice: Choice, order: tuple[int, ...]) -> Choice:
+def _reordered(choice: Choice, order: tuple[int, ...], limits: Limits) -> Choice:
+    """Put a choice's clusters into another order; where one must hold the last stage, it begins V schedules."""
+    if limits.last is not None and choice.schedule in V_SCHEDULES:
+        order = order[::-1]
+    if order == choice.order:
+        return choice
     stages = dict(zip(choice.order, choice.stages, strict=True))
     return replace(choice, order=order, stages=tuple(stages[c] for c in order))
 
@@ -415,7 +446,7 @@ def _excess(one: Candidate) -> float:
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    return choice.pp, choice.dp, choice.tp, choice.schedule, choice.virtual_stages
+    return choice.pp, choice.dp, choice.tp, choice.schedule, choice.virtual_stages, choice.sharding
 
 
 def _nothing(job: Job, limits: Limits, tried: Sequence[Candidate]) -> ConfigError:

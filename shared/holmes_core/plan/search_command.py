@@ -79,11 +79,12 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", type=int, metavar="N", help=argparse.SUPPRESS if "-" in name else f"fix {name}")
     add("--schedule", choices=SCHEDULES, help="fix the schedule")
     add("--recompute", action=argparse.BooleanOptionalAction, help="fix whether blocks are recomputed")
+    add("--sharding", choices=("optimizer", "none"), help="fix whether replicas share the optimizer")
     add("--partition", choices=("auto", "equal", "paper"), default="auto", help="how blocks are split (default: auto)")
     add("--rank-zero", metavar="NAME", help="the cluster global rank 0 is started in: it comes last in the pipeline")
     add("--efficiency", type=float, default=COMPUTE_EFFICIENCY, metavar="X",
         help=f"part of the GPUs' peak that compute reaches (default {COMPUTE_EFFICIENCY})")  # fmt: skip
-    add("--overlap", type=float, default=0.0, metavar="X", help="part of the gradient traffic that is hidden")
+    add("--overlap", type=float, default=0.0, metavar="X", help="part of summing gradients that is hidden")
 
 
 def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Limits]:
@@ -121,6 +122,7 @@ def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Lim
         virtual_stages=given.virtual_stages,
         micro_batch_size=given.micro_batch_size,
         recompute=given.recompute,
+        sharding=given.sharding,
         last=_last(given.rank_zero, specs),
         partition=given.partition,
     )
@@ -157,6 +159,7 @@ def config_of(specs: tuple[ClusterSpec, ...], best: Candidate) -> HolmesConfig:
         layers_per_stage=choice.layers_per_stage,
         recompute=choice.recompute or None,
         embedding="last" if choice.embedding_on_last else "auto",
+        sharding=choice.sharding,
         clusters=tuple(specs[index] for index in choice.order),
     )
 
@@ -182,21 +185,23 @@ def _yaml(config: HolmesConfig, job: Job, result: SearchResult) -> str:
     """The configuration as a file that people read, too."""
     choice, prediction = result.best.choice, result.best.prediction
     assert config.clusters is not None
-    last = config.clusters[-1]
+    end, last = ("first", config.clusters[0]) if choice.schedule in V_SCHEDULES else ("last", config.clusters[-1])
     lines = [
         f"# {job.profile.name} on {job.hardware.ranks} ranks: {choice.describe()}.",
         f"# Predicted: {prediction.step_seconds:.4g} s per step of {job.batch} samples x {job.profile.seq} tokens.",
         f"# Each replica's batch (DataLoader batch_size): {job.batch // choice.dp}.",
     ]
     if len(config.clusters) > 1 and last.hosts:
-        lines.append(f"# Start global rank 0 on {last.hosts[0]}: the cluster of rank 0 comes last in the pipeline.")
+        lines.append(f"# Start global rank 0 on {last.hosts[0]}: the cluster of rank 0 comes {end} in the pipeline.")
     lines += [f"{name}: {getattr(config, name)}" for name in ("pp", "dp", "tp", "schedule", "micro_batch_size")]
-    if choice.virtual_stages > 1:
+    if choice.schedule not in ("1f1b", "gpipe"):
         lines.append(f"virtual_stages: {choice.virtual_stages}")
     if choice.recompute:
         lines.append("recompute: true  # without it the memory would not do")
     if choice.embedding_on_last:
         lines.append("embedding: last")
+    if choice.sharding != "optimizer":
+        lines.append(f"sharding: {choice.sharding}")
     lines.append(f"layers_per_stage: {list(choice.layers_per_stage)}")
     lines.append("clusters:  # in pipeline order")
     for spec in config.clusters:

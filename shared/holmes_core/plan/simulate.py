@@ -21,9 +21,6 @@ from holmes_core.plan.simulate_orders import Action, check_orders, make_orders
 
 __all__ = ["Event", "Simulation", "Transfer", "predict_by_simulation", "simulate"]
 
-#: Part of a whole backward pass that the input's gradient takes; the weights' take the rest.
-_INPUT_SHARE = 0.5
-
 
 class Event(NamedTuple):
     """What a pp rank does from ``start`` to ``end`` (seconds): F, B, I, W of a stage, or reduce, optimizer, gather."""
@@ -84,7 +81,8 @@ def simulate(model: CostModel, choice: Choice, orders: Sequence[Sequence[Action]
     m = costs.num_microbatches
     if orders is None:
         orders = make_orders(choice.schedule, pp=choice.pp, virtual_stages=choice.virtual_stages, num_microbatches=m)
-    check_orders(orders, schedule=choice.schedule, pp=choice.pp, num_stages=choice.num_stages, m=m)
+    else:
+        check_orders(orders, schedule=choice.schedule, pp=choice.pp, num_stages=choice.num_stages, m=m)
     run = _Run(costs, choice, orders)
     run.run()
     pipeline = max(run.ends)
@@ -126,18 +124,18 @@ def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float) -> tu
     events: list[Event] = []
     summed = []
     for rank, end in enumerate(ends):
-        half = costs.gradient_seconds[rank] * (1 - overlap) / 2
-        summed.append(end + half)
-        if half:
-            events.append(Event(rank, "reduce", -1, -1, end, end + half))
+        reduce = costs.reduce_seconds[rank] * (1 - overlap)
+        summed.append(end + reduce)
+        if reduce:
+            events.append(Event(rank, "reduce", -1, -1, end, end + reduce))
     ready = max(max(summed), max(ends) + costs.tied_seconds)
     done = 0.0
     for rank, seconds in enumerate(costs.optimizer_seconds):
-        half = costs.gradient_seconds[rank] * (1 - overlap) / 2
+        gather = costs.gather_seconds[rank]
         events.append(Event(rank, "optimizer", -1, -1, ready, ready + seconds))
-        if half:
-            events.append(Event(rank, "gather", -1, -1, ready + seconds, ready + seconds + half))
-        done = max(done, ready + seconds + half)
+        if gather:
+            events.append(Event(rank, "gather", -1, -1, ready + seconds, ready + seconds + gather))
+        done = max(done, ready + seconds + gather)
     return events, done - max(ends) - max(costs.optimizer_seconds)
 
 
@@ -159,6 +157,12 @@ class _Run:
         self._record = record
         self._lead = 0
         self._micro_batches = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
+        self._seconds = {
+            "F": costs.forward,
+            "B": costs.backward,
+            "I": tuple(costs.input_seconds(stage) for stage in range(choice.num_stages)),
+            "W": tuple(costs.weight_seconds(stage) for stage in range(choice.num_stages)),
+        }
         self._send_seconds = [costs.send_seconds(edge) for edge in range(len(costs.edges))]
         self._held = [0] * len(orders)
         self._peak = [0] * len(orders)
@@ -214,9 +218,7 @@ class _Run:
                 self._waiting[key] = rank
                 return
         self._next[rank] += 1
-        seconds = self._costs.forward[stage] if kind == "F" else self._costs.backward[stage]
-        if kind in "IW":
-            seconds *= _INPUT_SHARE if kind == "I" else 1 - _INPUT_SHARE
+        seconds = self._seconds[kind][stage]
         if kind == "F":
             self._held[rank] += self._costs.activation_bytes[stage]
             self._peak[rank] = max(self._peak[rank], self._held[rank])

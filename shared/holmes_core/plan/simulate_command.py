@@ -101,6 +101,7 @@ def choice_of_config(config: HolmesConfig, model: CostModel, limits: Limits) -> 
         micro_batch_size=x,
         recompute=bool(limits.recompute if config.recompute is None else config.recompute),
         embedding_on_last=config.embedding == "last",
+        sharding=config.sharding if limits.sharding is None else limits.sharding,
     )
     layers = config.layers_per_stage or split_blocks(model, choice, limits.partition)
     if layers is None or len(layers) != choice.num_stages or sum(layers) != len(job.profile.blocks):

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from holmes_core.errors import ConfigError
@@ -16,7 +16,7 @@ from holmes_core.plan.cost_schedule import rank_of_stage
 __all__ = ["SIMULATED", "Action", "make_orders", "read_orders"]
 
 #: Schedules whose action lists are made here.
-SIMULATED = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs")
+SIMULATED = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 
 
 class Action(NamedTuple):
@@ -31,7 +31,7 @@ def make_orders(schedule: str, *, pp: int, virtual_stages: int, num_microbatches
     """Return each pp rank's actions.
 
     Args:
-        schedule: ``1f1b``, ``gpipe``, ``interleaved_1f1b`` or ``looped_bfs``.
+        schedule: Name in SIMULATED.
         pp: Ranks along the pipeline.
         virtual_stages: Stages per rank.
         num_microbatches: Micro-batches per step.
@@ -40,19 +40,22 @@ def make_orders(schedule: str, *, pp: int, virtual_stages: int, num_microbatches
         Action lists, by pp rank.
 
     Raises:
-        ConfigError: Other schedules are simulated from lists that torch writes (``read_orders``).
+        ConfigError: The schedule has no lists here (``read_orders`` reads any that torch writes).
     """
     if schedule in ("gpipe", "looped_bfs"):
         return [_all_forward_first(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]
     if schedule == "1f1b":
         return [_one_f_one_b(rank, pp, num_microbatches) for rank in range(pp)]
-    if schedule == "interleaved_1f1b":
-        return [_interleaved(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]
+    if schedule in ("interleaved_1f1b", "interleaved_zb"):
+        make = _interleaved if schedule == "interleaved_1f1b" else _interleaved_zero_bubble
+        return [make(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]
+    if schedule in ("zbv", "dualpipev"):
+        make_v = _zero_bubble_v if schedule == "zbv" else _dual_pipe_v
+        return [make_v(rank, pp, num_microbatches) for rank in range(pp)]
     raise ConfigError(
         seen=f"schedule {schedule!r}",
         where="holmes simulate",
-        means="its action lists come from torch, and planning works without torch",
-        do="simulate 1f1b, gpipe, interleaved_1f1b or looped_bfs, or give torch's list: --actions schedule.csv",
+        do=f"simulate one of: {', '.join(SIMULATED)}; or give torch's list: --actions schedule.csv",
     )
 
 
@@ -79,19 +82,99 @@ def _interleaved(rank: int, pp: int, v: int, m: int) -> list[Action]:
 
     Narayanan et al. 2021, section 2.2; rounds as in torch, so that m need not be a multiple of pp.
     """
-    per_round = max(1, m // max(1, m // pp))
-    total = m * v
+    total, per_round = m * v, _per_round(pp, m)
+    forward, back = (_in_rounds(kind, rank, pp, v, m) for kind in "FB")
+    warmup = min(total, (v - 1) * per_round + 2 * (pp - 1 - rank))
+    order = forward[:warmup]
+    for index in range(total - warmup):
+        order += [forward[warmup + index], back[index]]
+    return order + back[total - warmup :]
 
-    def action(kind: str, index: int) -> Action:
+
+def _interleaved_zero_bubble(rank: int, pp: int, v: int, m: int) -> list[Action]:
+    """As interleaved 1F1B, with half the warm-up; the weights' part comes ``rank`` backward passes later.
+
+    ZB-H1 (Qi et al. 2023, section 2.1) over several stages per rank, as torch orders it.
+    """
+    total, per_round = m * v, _per_round(pp, m)
+    forward, inputs, weights = (_in_rounds(kind, rank, pp, v, m) for kind in "FIW")
+    warmup = min(total, (v - 1) * per_round + pp - 1 - rank)
+    order = forward[:warmup]
+    for index in range(total):
+        order += forward[warmup + index : warmup + index + 1]
+        order.append(inputs[index])
+        order += weights[index - rank : index - rank + 1] if index >= rank else []
+    return order + weights[max(0, total - rank) :]
+
+
+def _per_round(pp: int, m: int) -> int:
+    return max(1, m // max(1, m // pp))
+
+
+def _in_rounds(kind: str, rank: int, pp: int, v: int, m: int) -> list[Action]:
+    """A rank's forward (or backward) passes, round by round through its stages (or back through them)."""
+    per_round = _per_round(pp, m)
+    found = []
+    for index in range(m * v):
         turn = (index // per_round) % v
         local = turn if kind == "F" else v - 1 - turn
-        return Action(local * pp + rank, kind, index // (per_round * v) * per_round + index % per_round)
+        micro_batch = index // (per_round * v) * per_round + index % per_round
+        found.append(Action(local * pp + rank, kind, micro_batch))
+    return found
 
-    warmup = min(total, (v - 1) * per_round + 2 * (pp - 1 - rank))
-    order = [action("F", index) for index in range(warmup)]
-    for index in range(total - warmup):
-        order += [action("F", warmup + index), action("B", index)]
-    return order + [action("B", index) for index in range(total - warmup, total)]
+
+def _zero_bubble_v(rank: int, pp: int, m: int) -> list[Action]:
+    """ZB-V (Qi et al. 2023, section 6): two stages per rank, down the ranks and up again; backward passes in halves.
+
+    With few micro-batches the rank works as if there were 2 pp - 1, and leaves out what is not there.
+    """
+    n, down, up = max(m, 2 * pp - 1), rank, 2 * pp - 1 - rank
+    words = [(down, "F")] * (2 * (pp - rank) - 1)
+    words += [(up, "F"), (down, "F")] * rank
+    words += [(up, "F"), (up, "I"), (up, "W")] * (pp - rank)
+    for index in range(n - pp):
+        words += [(down, "F")] if index < n - 2 * pp + rank + 1 else []
+        words += [(down, "I"), (down, "W"), (up, "F"), (up, "I"), (up, "W")]
+    words += [(down, "I"), (up, "I")] * rank
+    words += [(down, "I"), (down, "W")] * (pp - rank)
+    words += [(up, "W")] * rank + [(down, "W")] * rank
+    return [action for action in _numbered(words) if action.micro_batch < m]
+
+
+def _dual_pipe_v(rank: int, pp: int, m: int) -> list[Action]:
+    """DualPipeV (the V form of DeepSeek-V3's DualPipe, section 3.2.1), as torch orders it; m >= 2 pp.
+
+    Forward passes alternate with whole backward passes. At both ends these come in halves, whose weights' parts wait
+    (``w``: the oldest that waits, if any).
+    """
+    down, up = rank, 2 * pp - 1 - rank
+    below = pp - rank - 1
+    words = [(down, "F")] * (2 * below) + [(down, "F"), (up, "F")] * (rank + 1)
+    words += [(up, "I"), (-1, "w"), (up, "F")] * below
+    words += [(down, "F"), (up, "B"), (up, "F"), (down, "B")] * (m - 2 * pp + rank + 1)
+    words += [(up, "B"), (up, "F"), (down, "B")] * below
+    ends = [stage for _ in range(rank + 1) for stage in (up, down)]
+    whole = 2 * ((rank + 1) // 2) + (1 - rank % 2)  # of them; from there on in halves
+    words += [(stage, "B" if index < whole else "I") for index, stage in enumerate(ends)]
+    words += [(-1, "w"), (down, "I")] * below + [(-1, "w")] * (rank + 1)
+    return _numbered(words)
+
+
+def _numbered(words: Iterable[tuple[int, str]]) -> list[Action]:
+    """Number the micro-batches of each stage's passes as they come."""
+    counts: dict[tuple[int, str], int] = {}
+    waiting: list[Action] = []
+    order: list[Action] = []
+    for stage, kind in words:
+        if kind == "w":
+            order += [waiting.pop(0)] if waiting else []
+            continue
+        counter = stage, "I" if kind == "B" else kind  # a whole backward pass counts as its first half
+        number = counts[counter] = counts.get(counter, -1) + 1
+        order.append(Action(stage, kind, number))
+        if kind == "I":
+            waiting.append(Action(stage, "W", number))
+    return order
 
 
 _TOKEN = re.compile(r"(\d+)(F|B|I|W)(\d+)$")
@@ -139,7 +222,7 @@ def check_orders(orders: Sequence[Sequence[Action]], *, schedule: str, pp: int, 
             seen[action] = rank
     for stage in range(num_stages):
         for i in range(m):
-            backward = Action(stage, "B", i) in seen or {Action(stage, k, i) for k in "IW"} <= set(seen)
+            backward = Action(stage, "B", i) in seen or all(Action(stage, half, i) in seen for half in "IW")
             if Action(stage, "F", i) not in seen or not backward:
                 do = f"list forward and backward of {m} micro-batches for each of {num_stages} stages"
                 raise ConfigError(seen=f"stage {stage}, micro-batch {i} is not complete", where=where, do=do)

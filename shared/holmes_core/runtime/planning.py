@@ -254,6 +254,7 @@ def _decide_once(
         runtime_bytes=max(used for _, used in parts),
         trainable=trainable / max(1, sum(p.numel() for p in root.parameters())),
         recomputes=_recomputes(root),
+        device_type=device.type,
     )
     box: list[Any] = [None]
     if rank == 0:

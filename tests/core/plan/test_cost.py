@@ -8,6 +8,7 @@ import json
 import pytest
 
 from holmes_core.plan.cost import CostModel, Prediction
+from holmes_core.plan.cost_memory import ParameterBytes
 from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
 from holmes_core.plan.hardware import Hardware, Link
@@ -116,9 +117,35 @@ def test_gradients_cross_hosts_or_stay_inside() -> None:
     wide, narrow = model.stage_costs(choice(work, dp=16)), model.stage_costs(choice(work, dp=8))
     assert min(wide.gradient_bytes) > 0
     assert max(narrow.gradient_bytes) == 0
-    assert max(narrow.gradient_seconds) < max(wide.gradient_seconds)
+    assert max(narrow.reduce_seconds) < max(wide.reduce_seconds)
     hidden = CostModel(two_clusters(overlap=1.0)).predict(choice(work, dp=16))
-    assert hidden.gradient_seconds == 0
+    shown = CostModel(work).predict(choice(work, dp=16))
+    assert hidden.gradient_seconds == pytest.approx(shown.gradient_seconds / 2)  # parameters are handed out in sight
+
+
+def test_without_shared_optimizers_nothing_is_handed_out() -> None:
+    """The same bytes, but all of them while gradients are summed; every replica holds and steps everything."""
+    work = two_clusters(overlap=1.0)
+    model = CostModel(work)
+    shared, own = (model.predict(choice(work, dp=16, sharding=name)) for name in ("optimizer", "none"))
+    assert own.gradient_seconds == 0 < shared.gradient_seconds
+    assert own.link_bytes == shared.link_bytes
+    assert own.optimizer_seconds == pytest.approx(16 * shared.optimizer_seconds)
+    assert min(own.memory_bytes) > max(shared.memory_bytes)
+
+
+def test_memory_at_the_end_of_a_step() -> None:
+    """gloo's owners receive a copy of every replica; AdamW's square roots on GPUs; flat copies of parameters."""
+    gloo, nccl = (ParameterBytes.of("32-true", gloo=gloo) for gloo in (True, False))
+    assert gloo.static(2, sharded=True) == 4 + 4 + 8 / 2
+    assert gloo.static(2, sharded=False) == 16
+    assert gloo.ending(2, sharded=True) == 4 * 1.5
+    assert gloo.ending(4, sharded=True) == 4 * 1.75
+    assert gloo.ending(4, sharded=False) == nccl.ending(4, sharded=True) == 4
+    assert gloo.ending(1, sharded=True) == 0
+    assert nccl.ending(1, sharded=True) == 4  # 4 bytes of square roots for each parameter
+    frozen = ParameterBytes.of("32-true", trainable=0.0)
+    assert frozen.static(1, sharded=True) == 4
 
 
 def test_tied_weights_cost_a_trip_between_the_ends() -> None:

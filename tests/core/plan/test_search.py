@@ -10,6 +10,7 @@ from itertools import combinations, pairwise, permutations
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from holmes_core.config import V_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job
 from holmes_core.plan.search import Limits, SearchResult, _orders, candidates, search, why_slower
@@ -33,7 +34,10 @@ def _exhaustive(work: Job, schedules: tuple[str, ...]) -> dict[tuple[object, ...
                 pp = sum(stages)
                 for x in (x for x in range(1, work.batch // dp + 1) if work.batch // dp % x == 0):
                     for schedule in schedules:
-                        if pp > 1 and schedule == "1f1b" and work.batch // dp // x < pp:
+                        m = work.batch // dp // x
+                        if pp > 1 and schedule != "gpipe" and m < pp:
+                            continue
+                        if schedule == "interleaved_zb" and m % (m // pp):
                             continue
                         if pp == 1 and schedule != "1f1b":
                             continue
@@ -58,13 +62,13 @@ def _slowest(model: CostModel, one: Choice) -> float:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_every_layout_is_examined_and_split_at_its_optimum(work: Job) -> None:
     """Exactly the legal layouts, each with the split whose slowest stage is as fast as any split's that fits."""
-    schedules = ("1f1b", "gpipe")
+    schedules = ("1f1b", "gpipe", "interleaved_zb")
     exhaustive = _exhaustive(work, schedules)
     model = CostModel(work)
     orders = list(permutations(range(len(work.hardware.clusters))))
     found: dict[tuple[object, ...], float] = {}
     for schedule in schedules:
-        for one in candidates(model, Limits(schedule=schedule, recompute=False), orders):
+        for one in candidates(model, Limits(schedule=schedule, virtual_stages=1, recompute=False), orders):
             c = one.choice
             if one.prediction.fits:
                 found[c.tp, c.dp, c.order, c.micro_batch_size, c.schedule] = _slowest(model, c)
@@ -106,6 +110,30 @@ def test_slow_links_make_short_pipelines() -> None:
     assert fast.pp >= slow.pp
 
 
+@pytest.mark.parametrize("schedule", ["interleaved_zb", "zbv", "dualpipev"])
+def test_zero_bubble_schedules_are_searched(schedule: str) -> None:
+    """By themselves among all, and alone where they are asked for; V schedules begin in rank 0's cluster."""
+    work = two_clusters(batch=512)
+    assert schedule in {one.choice.schedule for one in candidates(CostModel(work), Limits(), [(0, 1)])}
+    found = search(work, Limits(schedule=schedule, last=1))
+    assert found.best.choice.schedule == schedule
+    assert found.best.choice.order == ((1, 0) if schedule in V_SCHEDULES else (0, 1))
+    assert found.simulated
+    if schedule in V_SCHEDULES:
+        assert found.best.choice.rank_of(found.best.choice.num_stages - 1) == 0
+
+
+def test_optimizers_that_are_not_shared_win_where_summing_is_hidden() -> None:
+    """Parameters that nobody has to hand out: a tiny model on slow networks, its gradients summed in the background."""
+    slow = cluster("a", 8, 8, kind="ethernet", ethernet_rate=1.0, gpu="A100-80GB")
+    hidden, shown = (search(job(slow, batch=64, profile=gpt(256, 8, 8, 128), overlap=o)) for o in (1.0, 0.0))
+    assert hidden.best.choice.sharding == "none"
+    assert shown.best.choice.sharding == "optimizer"
+    fixed = search(job(slow, batch=64, profile=gpt(256, 8, 8, 128), overlap=1.0), Limits(sharding="optimizer"))
+    assert fixed.best.choice.sharding == "optimizer"
+    assert fixed.best.prediction.step_seconds >= hidden.best.prediction.step_seconds
+
+
 def test_limits_are_kept() -> None:
     limits = Limits(dp=4, tp=2, schedule="1f1b", micro_batch_size=2, recompute=True, partition="equal")
     found = search(two_clusters(batch=512), limits).best.choice
@@ -116,10 +144,8 @@ def test_limits_are_kept() -> None:
 
 def test_the_papers_rule_can_be_chosen() -> None:
     work = job(cluster("a", 8, speed=197.0), cluster("b", 8, kind="roce", speed=160.0), batch=512)
-    found = search(work, Limits(pp=2, partition="paper")).best.choice
-    by_cluster = dict(zip(found.order, found.layers_per_stage, strict=True))
-    if found.virtual_stages == 1:
-        assert by_cluster == {0: 16, 1: 14}
+    found = search(work, Limits(pp=2, partition="paper", schedule="1f1b")).best.choice
+    assert dict(zip(found.order, found.layers_per_stage, strict=True)) == {0: 16, 1: 14}
 
 
 def test_the_self_adapting_split_is_predicted_faster_than_an_equal_one() -> None:
@@ -185,7 +211,9 @@ def test_f4_21_unequal_hosts_give_equal_stages() -> None:
 
 def test_what_does_not_fit_names_the_nearest() -> None:
     work = job(cluster("a", 2, gpu="T4"), batch=8, profile=gpt(8192, 48, 64))
-    with pytest.raises(ConfigError, match=r"none fits the memory(?s:.)*nearest: pp 2(?s:.)*stage \d needs .* GiB"):
+    with pytest.raises(
+        ConfigError, match=r"none fits the memory(?s:.)*nearest: pp \d x dp 1(?s:.)*stage \d needs .* GiB"
+    ):
         search(work)
 
 

@@ -12,12 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from holmes_core.config import V_SCHEDULES
 from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.plan.cost import CostModel
+from holmes_core.plan.cost_schedule import in_flight
 from holmes_core.plan.profile_config import profile_of_config
 from holmes_core.plan.profile_names import KNOWN_MODELS
 from holmes_core.plan.simulate import predict_by_simulation, simulate
-from holmes_core.plan.simulate_orders import Action, make_orders, read_orders
+from holmes_core.plan.simulate_orders import SIMULATED, Action, make_orders, read_orders
 from holmes_core.report.timeline import perfetto_events, write_perfetto, write_png
 from tests.core.plan.prediction_jobs import choice, cluster, gpt, job, two_clusters
 
@@ -83,12 +85,55 @@ def test_nothing_starts_before_its_input_is_there(dp: int, rate: float, plan: tu
     assert len([e for e in found.events if e.kind in "FB"]) == 2 * one.num_stages * pp * m
 
 
-@pytest.mark.parametrize(("name", "pp", "v", "m"), [("Interleaved1F1B", 4, 2, 8), ("Interleaved1F1B", 3, 3, 6),
-    ("Interleaved1F1B", 4, 2, 6), ("LoopedBFS", 4, 2, 6)])  # fmt: skip
-def test_orders_are_those_of_torch(name: str, pp: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = make_orders("looped_bfs" if name == "LoopedBFS" else "interleaved_1f1b", pp=pp, virtual_stages=v,
-                       num_microbatches=m)  # fmt: skip
-    assert mine == _torch_orders(name, pp, v, m, monkeypatch)
+TORCH_NAMES = {
+    "interleaved_1f1b": "Interleaved1F1B", "looped_bfs": "LoopedBFS", "interleaved_zb": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("interleaved_1f1b", (2, 3)), ("looped_bfs", (2,)),
+    ("interleaved_zb", (1, 2, 3)), ("zbv", (2,)), ("dualpipev", (2,))])  # fmt: skip
+def test_orders_are_those_of_torch(schedule: str, stages: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every action of every rank, for all sizes up to 6 ranks that torch accepts."""
+    for pp in range(1, 7):
+        for m in range(1, 20):
+            for v in stages:
+                if not _torch_accepts(schedule, pp, m):
+                    continue
+                mine = make_orders(schedule, pp=pp, virtual_stages=v, num_microbatches=m)
+                assert mine == _torch_orders(TORCH_NAMES[schedule], pp, v, m, monkeypatch), (pp, v, m)
+
+
+@pytest.mark.parametrize("schedule", SIMULATED)
+def test_kept_activations_are_counted_as_the_orders_keep_them(schedule: str) -> None:
+    for pp in range(2, 6):
+        for m in range(pp, 17):
+            for v in (1,) if schedule in ("1f1b", "gpipe") else (2,) if schedule in V_SCHEDULES else (2, 3):
+                if not _torch_accepts(schedule, pp, m):
+                    continue
+                for rank, order in enumerate(make_orders(schedule, pp=pp, virtual_stages=v, num_microbatches=m)):
+                    held, most = 0, 0
+                    for action in order:
+                        held += {"F": 1, "B": -1, "W": -1, "I": 0}[action.kind]
+                        most = max(most, held)
+                    counted = in_flight(schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m)
+                    assert counted == most, (pp, v, m, rank)
+
+
+def _torch_accepts(schedule: str, pp: int, m: int) -> bool:
+    if schedule.startswith("interleaved"):
+        return m % max(1, m // pp) == 0
+    return m >= {"zbv": pp, "dualpipev": 2 * pp}.get(schedule, 1)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zb", "zbv", "dualpipev"])
+@pytest.mark.parametrize(("pp", "rounds"), [(2, 2), (4, 3)])
+def test_closed_form_of_many_stages(schedule: str, pp: int, rounds: int) -> None:
+    """Within 8 % of the simulation, on links that are no bottleneck."""
+    work = job(cluster("a", pp), batch=pp * rounds, profile=gpt(1024, 4 * pp, 16, 1024, vocab_size=4096))
+    model, one = CostModel(work), choice(work, schedule=schedule, virtual_stages=2)
+    exact = simulate(model, one).prediction
+    assert model.predict(one).pipeline_seconds == pytest.approx(exact.pipeline_seconds, rel=0.08)
 
 
 def _torch_orders(name: str, pp: int, v: int, m: int, monkeypatch: pytest.MonkeyPatch) -> list[list[Action]]:
@@ -101,7 +146,7 @@ def _torch_orders(name: str, pp: int, v: int, m: int, monkeypatch: pytest.Monkey
     blank = SimpleNamespace(
         **count, num_stages=pp * v, _stages=[None] * v, number_of_rounds=rounds, microbatches_per_round=m // rounds
     )
-    rows = []
+    rows: list[str] = []
     for rank in range(pp):
         order = cls._calculate_single_rank_operations(blank, rank)
         rows.append(",".join("" if action is None else repr(action) for action in order))
@@ -127,9 +172,10 @@ def test_torchs_zero_bubble_lists_run(monkeypatch: pytest.MonkeyPatch) -> None:
     one = choice(work, schedule="zbv", virtual_stages=2, layers_per_stage=(1,) * 8)
     orders = _torch_orders("ZBVZeroBubble", 4, 2, 12, monkeypatch)
     split = simulate(model, one, orders).prediction
+    assert simulate(model, one).prediction == split
     plain = simulate(model, choice(work, layers_per_stage=(2,) * 4)).prediction
     assert split.pipeline_seconds < plain.pipeline_seconds
-    assert split.bubble < 0.1 < plain.bubble
+    assert split.bubble < 0.15 < plain.bubble
     assert model.predict(one).pipeline_seconds == pytest.approx(split.pipeline_seconds, rel=0.15)
 
 
@@ -147,8 +193,8 @@ def test_wrong_action_lists() -> None:
         simulate(model, one, read_orders("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0"))
     with pytest.raises(ConfigError, match="0X0"):
         read_orders("0X0")
-    with pytest.raises(ConfigError, match="come from torch"):
-        make_orders("zbv", pp=2, virtual_stages=2, num_microbatches=4)
+    with pytest.raises(ConfigError, match="zigzag"):
+        make_orders("zigzag", pp=2, virtual_stages=2, num_microbatches=4)
 
 
 def test_timeline_files(tmp_path: Path) -> None:

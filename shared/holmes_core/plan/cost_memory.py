@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank's parameters need at each moment of a step, in bytes. Prediction.
+
+    computing   weights, gradients, states of the optimizer; activations on top (plan/cost.py)
+    summing     the same, and flat copies of the gradients
+    stepping    the gradients of the parameters that this replica owns, and the optimizer's temporaries
+    handing out the same gradients, and flat copies of all parameters
+
+All of it is in proportion to the parameters of the rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["PRECISIONS", "ParameterBytes"]
+
+# Bytes per parameter: weights, gradients, optimizer states (Adam's two moments), autocast's copies.
+PRECISIONS: dict[str, tuple[int, int, int, int]] = {
+    "bf16-mixed": (4, 4, 8, 2),
+    "bf16-true": (2, 2, 4, 0),
+    "32-true": (4, 4, 8, 0),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterBytes:
+    """Bytes per parameter.
+
+    Args:
+        weights: Of the parameter.
+        gradients: Of its gradient, times the part of the parameters that is trained.
+        states: Of AdamW's two moments, times the same part.
+        casts: Of autocast's copies.
+        gloo: Whether gloo sums gradients (processors) and not NCCL.
+    """
+
+    weights: float
+    gradients: float
+    states: float
+    casts: float
+    gloo: bool = False
+
+    @classmethod
+    def of(cls, precision: str, *, trainable: float = 1.0, gloo: bool = False) -> ParameterBytes:
+        """Return those of a precision (a key of PRECISIONS)."""
+        weights, gradients, states, casts = PRECISIONS[precision]
+        return cls(weights=weights, gradients=gradients * trainable, states=states * trainable, casts=casts, gloo=gloo)
+
+    def static(self, dp: int, *, sharded: bool) -> float:
+        """What is there while the rank computes."""
+        return self.weights + self.gradients + self.casts + self.states / (dp if sharded else 1)
+
+    def ending(self, dp: int, *, sharded: bool) -> float:
+        """The most that the end of a step needs besides `static`."""
+        return max(self._summing(dp, sharded), self._stepping(dp, sharded), self._handing_out(dp, sharded))
+
+    def _summing(self, dp: int, sharded: bool) -> float:
+        # One flat copy of everything leaves; with gloo each owner besides receives every other replica's copy of what
+        # it owns (runtime/data_parallel.py).
+        if dp == 1:
+            return 0.0
+        return self.gradients * (1 + ((dp - 1) / dp if self.gloo and sharded else 0))
+
+    def _stepping(self, dp: int, sharded: bool) -> float:
+        # On GPUs torch's AdamW takes the square roots of all second moments at once ("foreach" is its default there);
+        # on processors it goes parameter by parameter.
+        owned = 1 / dp if sharded else 1.0
+        roots = 0.0 if self.gloo else self.states / 2 * owned
+        return roots - self._dropped(dp, sharded)
+
+    def _handing_out(self, dp: int, sharded: bool) -> float:
+        return self.weights - self._dropped(dp, sharded) if dp > 1 and sharded else 0.0
+
+    def _dropped(self, dp: int, sharded: bool) -> float:
+        """Gradients that are gone once their owners have the sums."""
+        return self.gradients * (1 - 1 / dp) if sharded else 0.0
