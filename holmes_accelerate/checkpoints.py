@@ -12,7 +12,7 @@ import re
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,14 +35,16 @@ from holmes_core.runtime.checkpoint_files import (
     storage_error,
 )
 from holmes_core.runtime.checkpoint_saver import Saver
+from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.model_facts import model_config
+from holmes_core.runtime.step_record import share
 
 if TYPE_CHECKING:
     from accelerate import Accelerator as _Base
 else:
     _Base = object
 
-__all__ = ["CheckpointHooks"]
+__all__ = ["CheckpointHooks", "read_progress", "write_progress"]
 
 _OURS = "holmes_state.json"
 
@@ -105,18 +107,8 @@ class CheckpointHooks(_Base):
         self.wait_for_everyone()
 
     def _save_ours(self, models: list[Any], weights: list[Any], output_dir: Any) -> None:
-        if self._mode is not None and self.is_main_process:
-            engine = self._mode.engine
-            found = model_config(engine.root)
-            ours = {
-                "batches_seen": engine.batches_seen,
-                "seed": engine.seed,
-                "dp": engine.plan.layout.dp,
-                "model_path": found[0] if found else None,
-                "model_config": found[1] if found else None,
-            }
-            with open(os.path.join(output_dir, _OURS), "w", encoding="utf-8") as file:
-                json.dump(ours, file)
+        if self._mode is not None:
+            write_progress(self._mode.engine, output_dir)
 
     def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """Write a checkpoint as Accelerate does, or in parts; it loads under any layout. Collective over all ranks.
@@ -293,13 +285,38 @@ class CheckpointHooks(_Base):
                 continue
             mode.load_state_dict(self._loading[index] if self._loading else _read_weights(input_dir, index))
             del models[index]  # Accelerate would load it as if it were whole
-        try:
-            with open(os.path.join(input_dir, _OURS), encoding="utf-8") as file:
-                ours = json.load(file)
-        except FileNotFoundError:  # saved without Holmes
-            return
         if self._mode is not None:
-            self._mode.engine.batches_seen, self._mode.engine.seed = int(ours["batches_seen"]), int(ours["seed"])
+            read_progress(self._mode.engine, input_dir)
+
+
+def write_progress(engine: Engine, folder: Any) -> None:
+    """Write beside a checkpoint what the next random numbers depend on, and what model it is; rank 0 writes."""
+    if engine.rank != 0:
+        return
+    found = model_config(engine.root)
+    ours = {
+        "batches_seen": engine.batches_seen,
+        "seed": engine.seed,
+        "dp": engine.plan.layout.dp,
+        "model_path": found[0] if found else None,
+        "model_config": found[1] if found else None,
+    }
+    with open(os.path.join(folder, _OURS), "w", encoding="utf-8") as file:
+        json.dump(ours, file)
+
+
+def read_progress(engine: Engine, folder: Any) -> None:
+    """Go on with the random numbers of the run that saved; nothing where it ran without Holmes.
+
+    Collective over all ranks: what rank 0 reads counts.
+    """
+    ours = None
+    if engine.rank == 0:
+        with suppress(FileNotFoundError), open(os.path.join(folder, _OURS), encoding="utf-8") as file:
+            ours = json.load(file)
+    ours = share(ours, source=0, group=engine.groups.world)
+    if ours is not None:
+        engine.batches_seen, engine.seed = int(ours["batches_seen"]), int(ours["seed"])
 
 
 def _read_weights(folder: Any, index: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+from holmes_accelerate.checkpoints import read_progress, write_progress
 from holmes_accelerate.loaders import share_batches
 from holmes_accelerate.wrappers import HolmesOptimizer
 from holmes_core.errors import HolmesError
@@ -17,7 +18,9 @@ __all__ = ["patch_saving"]
 
 
 def patch_saving(module: ModuleType) -> None:
-    """Replace two methods of Trainer and the function with which it skips batches; without Holmes all stay the same.
+    """Replace the methods of Trainer that save and the function with which it skips batches.
+
+    Without Holmes all do what they did.
 
     Args:
         module: ``transformers.trainer``.
@@ -26,7 +29,7 @@ def patch_saving(module: ModuleType) -> None:
         HolmesError: This version of transformers has other methods.
     """
     trainer: Any = module.Trainer
-    for name in ("save_model", "_save", "_save_optimizer_and_scheduler"):
+    for name in ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_rng_state", "_load_rng_state"):
         if not callable(getattr(trainer, name, None)):
             raise HolmesError(
                 seen=f"transformers.Trainer has no method {name}",
@@ -35,6 +38,8 @@ def patch_saving(module: ModuleType) -> None:
             )
     trainer.save_model = _save_model(trainer.save_model)
     trainer._save_optimizer_and_scheduler = _save_optimizer(trainer._save_optimizer_and_scheduler)
+    trainer._save_rng_state = _with_progress(trainer._save_rng_state, write_progress)
+    trainer._load_rng_state = _with_progress(trainer._load_rng_state, read_progress)
     skip = module.skip_first_batches
 
     @functools.wraps(skip)
@@ -75,3 +80,17 @@ def _save_optimizer(original: Any) -> Any:
             return original(self, *args, **kwargs)
 
     return save
+
+
+def _with_progress(original: Any, do: Any) -> Any:
+    """Save or restore, with Trainer's random states, those of the pipeline (dropout)."""
+
+    @functools.wraps(original)
+    def method(self: Any, folder: Any) -> Any:
+        result = original(self, folder)
+        mode = of_model(self.model)
+        if mode is not None and folder is not None:
+            do(mode.engine, folder)
+        return result
+
+    return method

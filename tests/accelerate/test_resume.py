@@ -74,6 +74,19 @@ def test_trainer_resumes(farm: Farm, plain: Callable[..., dict[str, Any]]) -> No
     assert_close_to_plain(whole, plain("trainer.py", *words))
 
 
+@pytest.mark.parametrize("config", [PP2, pytest.param({"dp": 2}, marks=pytest.mark.slow)], ids=["stages", "replicas"])
+def test_trainer_goes_on_with_the_same_dropout(farm: Farm, config: dict[str, Any]) -> None:
+    """Resumed in the middle of an epoch, a run draws the masks that an uninterrupted one draws there."""
+    words = ["--dropout", "0.3", "--set", 'save_strategy="steps"', "save_steps=4", 'eval_strategy="no"']
+    whole = farm.run(SCRIPT, world=2, config=config, name="trainer.py", words=words).values[0]
+    saved = Path(whole["folder"]) / "trainer" / "checkpoint-4"
+    found = farm.run(SCRIPT, world=2, config=config, name="trainer.py", words=["--resume", str(saved), *words]).values
+    rest = [log for log in whole["logs"] if log["step"] > 4]
+    assert [log for log in found[0]["logs"] if log["step"] > 4] == [pytest.approx(log, rel=1e-4) for log in rest]
+    for name, value in found[0]["weights"].items():
+        torch.testing.assert_close(value, whole["weights"][name], rtol=0, atol=1e-6, msg=name)
+
+
 def assert_close_to_plain(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for name, value in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=1e-5, msg=name)

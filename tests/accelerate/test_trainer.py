@@ -63,6 +63,28 @@ def test_replicas(farm: Farm, plain: Callable[..., dict[str, Any]]) -> None:
     assert_same(holmes(farm, config, *words, "per_device_train_batch_size=4"), expected)
 
 
+OPTIONS = {
+    "grouped": ["--rows", "ragged", "--set", 'train_sampling_strategy="group_by_length"'],
+    "recomputed": ["--set", "gradient_checkpointing=true"],
+    "packed": ["--model", "llama", "--rows", "packed"],
+    "best-model": ["--set", *BEST, "greater_is_better=true"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_in_stages(farm: Farm, plain: Callable[..., dict[str, Any]], name: str) -> None:
+    assert_same(holmes(farm, PP2, *OPTIONS[name]), plain("trainer.py", *OPTIONS[name]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_with_replicas(farm: Farm, name: str) -> None:
+    """As under DistributedDataParallel with as many processes, which share out batches in the same way."""
+    expected = farm.run(SCRIPT, world=2, name="trainer.py", words=OPTIONS[name]).values[0]
+    assert_same(holmes(farm, {"dp": 2}, *OPTIONS[name]), expected)
+
+
 @pytest.mark.slow
 def test_bf16(farm: Farm, plain: Callable[..., dict[str, Any]]) -> None:
     words = ["--set", "bf16=true"]

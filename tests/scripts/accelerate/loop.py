@@ -39,11 +39,11 @@ class Rows(Dataset):
         return self.rows[i]
 
 
-def make_model(kind: str, layers: int) -> torch.nn.Module:
+def make_model(kind: str, layers: int, dropout: float = 0.0) -> torch.nn.Module:
     common = {"vocab_size": VOCAB, "bos_token_id": 0, "eos_token_id": 1}
     if kind == "gpt2":
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_head=2, n_embd=32, n_positions=16, **dropout, **common))
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        return GPT2LMHeadModel(GPT2Config(n_layer=layers, n_head=2, n_embd=32, n_positions=16, **rates, **common))
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, max_position_embeddings=16, **sizes, **common))
 

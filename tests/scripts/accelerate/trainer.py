@@ -26,6 +26,28 @@ class Record(TrainerCallback):
         self.logs.append({"step": state.global_step, **logs})
 
 
+class Ragged(Rows):
+    """Rows without their padding; the collator pads a batch to its longest."""
+
+    def __getitem__(self, i: int) -> dict:
+        row = super().__getitem__(i)
+        return {name: value[: row["attention_mask"].sum()] for name, value in row.items()}
+
+
+def pad(rows: list[dict]) -> dict:
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    padded = torch.nn.utils.rnn.pad_sequence
+    return {k: padded([row[k] for row in rows], batch_first=True, padding_value=v) for k, v in fill.items()}
+
+
+def pack(rows: list[dict]) -> dict:
+    """Each row holds two texts: positions start again in its middle, and no token sees the other text."""
+    ids = torch.stack([row["input_ids"] for row in rows])
+    half = ids.shape[1] // 2
+    positions = torch.arange(ids.shape[1]).remainder(half).expand_as(ids)
+    return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+
+
 def metrics(prediction) -> dict:
     guesses, labels = prediction.predictions[:, :-1], prediction.label_ids[:, 1:]
     return {"right": int((guesses == labels)[labels != -100].sum()), "rows": len(labels)}
@@ -39,10 +61,12 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--resume", default=None)
     parser.add_argument("--again", action="store_true", help="evaluate before training, and train twice")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--rows", choices=["padded", "ragged", "packed"], default="padded")
     parser.add_argument("--set", nargs="*", default=[], help="name=JSON value of TrainingArguments")
     args = parser.parse_args()
     set_seed(7)
-    model = make_model(args.model, 4)
+    model = make_model(args.model, 4, args.dropout)
     if args.lora:
         from peft import LoraConfig, get_peft_model
 
@@ -59,11 +83,12 @@ def main() -> None:
     trainer = Trainer(
         model=model,
         args=TrainingArguments(**{**options, **more}),
-        train_dataset=Rows(44, 1, True),
+        train_dataset=Ragged(44, 1, True) if args.rows == "ragged" else Rows(44, 1, args.rows == "padded"),
         eval_dataset=Rows(11, 2, True),
         compute_metrics=metrics,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
         callbacks=[recorder],
+        data_collator={"padded": None, "ragged": pad, "packed": pack}[args.rows],
     )
     if args.again:
         trainer.evaluate()
