@@ -324,7 +324,7 @@ def torch_loop(context: Context, *, settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def fabric(context: Context, *, strategy: str) -> dict[str, Any]:
+def fabric(context: Context, *, strategy: str, rows: int = 12) -> dict[str, Any]:
     """A Fabric loop with clipping, evaluation and a checkpoint."""
     import lightning as L
 
@@ -335,7 +335,7 @@ def fabric(context: Context, *, strategy: str) -> dict[str, Any]:
     model = make_model("gpt2", 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     model, optimizer = fabric.setup(model, optimizer)
-    loader = fabric.setup_dataloaders(DataLoader(Rows(12, 1, True), batch_size=4))
+    loader = fabric.setup_dataloaders(DataLoader(Rows(rows, 1, True), batch_size=4))
     found: dict[str, Any] = {"losses": [], "norms": []}
     for _ in range(2):
         model.train()

@@ -24,9 +24,10 @@ def alone(farm: Farm, function: str, **arguments: Any) -> Any:
     return farm.run(CALL, rank_env=[{}], function=function, **arguments).values[0]
 
 
-def test_what_scripts_do_with_losses(farm: Farm) -> None:
+@pytest.mark.parametrize("config", [PP2, pytest.param({"tp": 2}, marks=pytest.mark.slow)], ids=["stages", "tp"])
+def test_what_scripts_do_with_losses(farm: Farm, config: dict[str, Any]) -> None:
     expected = alone(farm, "losses")
-    for found in on_ranks(farm, "losses"):
+    for found in on_ranks(farm, "losses", config):
         assert found == pytest.approx(expected, rel=1e-5)
     assert expected["quarter"] == pytest.approx(expected["plain"] / 4, rel=1e-5)
 
