@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from holmes_core.runtime.checkpoint import Reads, begin, load_file, load_tree, save_parts, tree_bytes
-from holmes_core.runtime.checkpoint_files import remove
 from holmes_core.runtime.checkpoint_parts import Part, local_chunks, part_of, parts_in, placeholder
+from holmes_core.runtime.checkpoint_place import remove
 from holmes_core.runtime.checkpoint_saver import Saver, save_file
 
 ROWS = 4096  # tensors of 16 MB, as weights and Adam's states of a model with hidden size 1024

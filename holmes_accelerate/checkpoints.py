@@ -25,15 +25,8 @@ from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.runtime import checkpoint as checkpoints
 from holmes_core.runtime import state
 from holmes_core.runtime.call_mode import CallMode, of_model
-from holmes_core.runtime.checkpoint_files import (
-    MANIFEST,
-    as_os_error,
-    put_in_place,
-    read_manifest,
-    remove,
-    seal,
-    storage_error,
-)
+from holmes_core.runtime.checkpoint_files import MANIFEST, as_os_error, read_manifest, seal, storage_error
+from holmes_core.runtime.checkpoint_place import put_in_place, remove
 from holmes_core.runtime.checkpoint_saver import Saver
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.model_facts import model_config

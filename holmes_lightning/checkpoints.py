@@ -16,8 +16,8 @@ from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.runtime import checkpoint as checkpoints
 from holmes_core.runtime import state
-from holmes_core.runtime.checkpoint_files import remove
 from holmes_core.runtime.checkpoint_parts import has_placeholders
+from holmes_core.runtime.checkpoint_place import remove
 from holmes_core.runtime.checkpoint_saver import Saver, save_file
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.model_facts import model_config

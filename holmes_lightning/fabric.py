@@ -8,6 +8,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from holmes_core.plan.grid import make_grid
 from holmes_core.plan.layout import ModelFacts, choose_layout, pin
 from holmes_core.runtime.call_mode import CallMode, named_parameter_slots, of_model
 from holmes_core.runtime.call_mode_data import replica_batches
+from holmes_core.runtime.checkpoint import is_archive, raise_everywhere
+from holmes_core.runtime.checkpoint_latest import check_file
+from holmes_core.runtime.checkpoint_saver import save_file
 from holmes_core.runtime.environment import set_missing
 from holmes_core.runtime.failure import FailureLog
 from holmes_core.runtime.setup import build_engine, share_random_state
@@ -192,12 +196,35 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
         def get_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
             return optimizer.state_dict() if self._mode is None else self._mode.optimizer_state_dict(optimizer)
 
+        def _local(self, path: Any) -> Path | None:
+            """A path that Holmes writes itself; None: a URL, or a CheckpointIO of the user's own."""
+            own = type(self.checkpoint_io).__name__ != "TorchCheckpointIO"
+            return None if own or "://" in str(path) else Path(os.path.abspath(path))
+
+        def save_checkpoint(self, path: Any, state: Any, storage_options: Any = None, filter: Any = None) -> None:
+            local = self._local(path) if storage_options is None else None
+            if local is None:
+                super().save_checkpoint(path, state, storage_options, filter)
+                return
+            # Lightning writes to the system's folder for temporary files and moves: mostly to another disk, that is a
+            # copy, and one that is killed leaves half a file under the checkpoint's name.
+            found = self._convert_stateful_objects_in_state(state, filter=filter or {})
+            problem: Exception | None = None
+            if self.is_global_zero:
+                try:
+                    save_file(local, found)
+                except Exception as error:
+                    problem = error
+            raise_everywhere(problem)
+
         def load_checkpoint(
             self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
         ) -> dict[str, Any]:
             dist.barrier()  # rank 0 may still be writing it
             if not isinstance(state, dict):
                 return super().load_checkpoint(path, state, strict, weights_only)
+            if (local := self._local(path)) is not None and is_archive(local):
+                check_file(local)  # torch compares no checksum
             found = self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
             missing = sorted(set(state) - set(found))
             if strict and missing:

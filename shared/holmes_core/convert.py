@@ -34,7 +34,7 @@ from holmes_core.convert_read import (
     values_of,
     write_single_file,
 )
-from holmes_core.runtime.checkpoint_files import put_in_place
+from holmes_core.runtime.checkpoint_place import put_in_place
 
 if TYPE_CHECKING:
     import torch

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import signal
@@ -11,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as L
+import lightning as L
 import torch
 from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
@@ -148,10 +149,43 @@ def by_accelerate(
     return {"losses": losses, "rate": scheduler.get_last_lr()}
 
 
+def by_fabric(
+    context: Context, *, steps: int = 2, resume: str | None = None, save: str | None = None
+) -> dict[str, Any]:
+    """Train with a Fabric loop, load before and save after it."""
+    fabric, made, optimizer = _fabric(context.world)
+    kept = {"model": made, "optimizer": optimizer, "step": 0}
+    if resume is not None:
+        fabric.load(resume, kept)
+    losses = []
+    for _, batch in zip(range(steps), fabric.setup_dataloaders(loader()), strict=False):
+        loss = made(**batch).loss
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    if save:
+        fabric.save(save, {**kept, "step": kept["step"] + len(losses)})
+    return {"losses": losses, "step": kept["step"]}
+
+
+@functools.cache
+def _fabric(world: int) -> tuple[Any, Any, Any]:
+    """One per process: Fabric makes the job's process groups, and one pipeline trains one model."""
+    torch.manual_seed(3)
+    fabric = L.Fabric(strategy="holmes", devices=world, accelerator="cpu")
+    fabric.launch()
+    model = make_module(L, {"model": "gpt2", "layers": 4}).model
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    return fabric, model, optimizer
+
+
 def train(context: Context, host: str, save: Path) -> None:
     """Train one step and save."""
     if host == "lightning":
         by_lightning(context, steps=1, save=str(save))
+    elif host == "fabric":
+        by_fabric(context, steps=1, save=str(save))
     else:
         by_accelerate(context, steps=1, save=str(save), end=False)  # it closes the job's group
 

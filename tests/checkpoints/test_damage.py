@@ -27,8 +27,9 @@ from holmes_core.runtime.checkpoint import (
     save_parts,
     tree_bytes,
 )
-from holmes_core.runtime.checkpoint_files import BLOCK, MANIFEST, put_in_place, replaced_path, saving_path, seal
+from holmes_core.runtime.checkpoint_files import BLOCK, MANIFEST, seal
 from holmes_core.runtime.checkpoint_parts import Part, local_chunks, parts_in, placeholder
+from holmes_core.runtime.checkpoint_place import put_in_place, replaced_path, retire, saving_path
 from holmes_core.runtime.checkpoint_saver import save_file
 
 
@@ -163,6 +164,7 @@ def test_damage_is_noticed(saved: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_damage_is_noticed_ten_thousand_times(saved: Path) -> None:
     fuzz(saved, 10_000)
 
@@ -276,6 +278,33 @@ def test_latest_skips_what_is_torn(tmp_path: Path) -> None:
     assert any(re.search(r"step=1.ckpt: .*cannot be read", line) for line in lines)
 
 
+@pytest.mark.parametrize("file", ["trainer_state.json", "optimizer.pt", "model.safetensors", "rng_state_0.pth"])
+def test_a_torn_folder_of_transformers_trainer_is_skipped(tmp_path: Path, file: str) -> None:
+    """Trainer itself would take the newest folder, complete or not."""
+    from safetensors.torch import save_file as save_tensors
+    from transformers.trainer_utils import get_last_checkpoint
+
+    for step in (2, 4):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        save_tensors({"weight": torch.ones(3)}, folder / "model.safetensors")
+        for name in ("optimizer.pt", "rng_state_0.pth", "training_args.bin"):
+            torch.save({"a": torch.ones(3)}, folder / name)
+        (folder / "trainer_state.json").write_text("{}")
+        os.utime(folder / "trainer_state.json", (step, step))
+    assert latest_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    torn = tmp_path / "checkpoint-4" / file
+    if file == "trainer_state.json":  # it is written last
+        torn.unlink()
+    else:
+        torn.write_bytes(torn.read_bytes()[:-9])
+    lines: list[str] = []
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-4")
+    assert latest_checkpoint(tmp_path, say=lines.append) == tmp_path / "checkpoint-2"
+    assert len(lines) == 1
+    assert "skipping checkpoint" in lines[0]
+
+
 def test_the_one_before_is_found_where_a_job_died_between_two_renames(tmp_path: Path) -> None:
     path = save(tmp_path)
     os.rename(path, replaced_path(path))
@@ -286,7 +315,7 @@ def test_the_one_before_is_found_where_a_job_died_between_two_renames(tmp_path: 
 
 
 def test_names_change_hands_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from holmes_core.runtime import checkpoint_files
+    from holmes_core.runtime import checkpoint_place
 
     def put(name: str, text: str) -> None:
         new = tmp_path / "new"
@@ -296,7 +325,7 @@ def test_names_change_hands_in_one_step(tmp_path: Path, monkeypatch: pytest.Monk
 
     for exchange in (True, False):
         if not exchange:  # as on file systems that cannot
-            monkeypatch.setattr(checkpoint_files, "_exchange", lambda one, other: False)
+            monkeypatch.setattr(checkpoint_place, "_exchange", lambda one, other: False)
         for text in ("first", "second"):
             put("a", text)
             assert (tmp_path / "a" / "file").read_text() == text
@@ -307,6 +336,45 @@ def test_names_change_hands_in_one_step(tmp_path: Path, monkeypatch: pytest.Monk
         assert sorted(os.listdir(tmp_path)) == ["a", "b"]
         shutil.rmtree(tmp_path / "a")
         shutil.rmtree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_what_else_is_in_a_folder_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    """Scripts save into folders that hold logs, other checkpoints, their own files: nothing of that is ever deleted."""
+    from holmes_core.runtime import checkpoint_place
+
+    if not exchange:
+        monkeypatch.setattr(checkpoint_place, "_exchange", lambda one, other: False)
+    out = tmp_path / "out"
+    (out / "logs").mkdir(parents=True)
+    (out / "logs/events").write_text("log")
+    (out / "state.pt").write_text("an older checkpoint of another tool")
+    inner = save(out, "step_1")
+    assert save(tmp_path, "out") == out
+    assert same(load_whole(load_tree(out)), values())
+    assert (out / "logs/events").read_text() == "log"
+    assert same(load_whole(load_tree(inner)), values())
+    (out / "tokenizer.json").write_text("{}")  # what a script adds to a checkpoint
+    save(tmp_path, "out")
+    assert same(load_whole(load_tree(out)), values())
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert (out / "logs/events").read_text() == "log"
+    assert same(load_whole(load_tree(inner)), values())
+    shutil.copytree(out, saving_path(out))  # what is left where a job dies after two names were exchanged
+    (out / "tokenizer.json").unlink()
+    retire(saving_path(out), out)
+    assert (out / "tokenizer.json").read_text() == "{}"
+    assert not [path for path in tmp_path.iterdir() if path != out]
+
+
+def test_a_file_never_replaces_a_folder_of_other_things(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    (folder / "mine").write_text("mine")
+    with pytest.raises(HolmesError, match="out is a folder, and no checkpoint"):
+        save_file(folder, values())
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert (folder / "mine").read_text() == "mine"
 
 
 def test_only_the_wanted_blocks_are_read(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ slow = pytest.mark.slow
     [
         ("lightning", SHARDED, 1, "open", ".saving/rank-00001.safetensors", True),
         ("lightning", PP2, 0, "os.rename", ".a.ckpt.saving", True),
+        ("fabric", PP2, 0, "os.rename", ".a.ckpt.saving", True),
         pytest.param("accelerate", SHARDED, 0, "open", ".saving/holmes_checkpoint.json", True, marks=slow),
         pytest.param(
             "lightning", {**SHARDED, "checkpoint_async": True}, 0, "shutil.rmtree", ".a.ckpt.saving", False, marks=slow
@@ -56,8 +57,9 @@ def test_a_kill_in_the_middle(
         if (event, word) != ("open", ".a.ckpt.saving"):  # Python reports before it opens
             assert (tmp_path / ".a.ckpt.saving").exists()
             assert "skipping checkpoint" in capfd.readouterr().err
-    target = "tests.checkpoints.hosts:by_lightning" if host == "lightning" else "tests.checkpoints.hosts:by_accelerate"
-    again = farm.run(target, world=2, config=config, resume=str(path), steps=2, save=str(path))
+    again = farm.run(
+        f"tests.checkpoints.hosts:by_{host}", world=2, config=config, resume=str(path), steps=2, save=str(path)
+    )
     assert again.values[0]["losses"]
     check_checkpoint(path)
     assert not list(tmp_path.glob(".*")), "the next save cleans up"
@@ -91,6 +93,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.param("accelerate", SHARDED, ".saving/rank-00000", marks=slow),
         pytest.param("accelerate", PP2, None, marks=slow),
         pytest.param("lightning", PP2, ".b.ckpt.saving", marks=slow),
+        ("fabric", PP2, ".b.ckpt.saving"),
+        pytest.param("fabric", PP2, None, marks=slow),
     ],
 )
 def test_a_full_disk(farm: Farm, small_disk: Path, host: str, config: Any, word: str | None) -> None:

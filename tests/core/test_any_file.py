@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
+from tests.core.damage import damaged_json
 
 FEW = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 MANY = settings(
@@ -86,6 +87,7 @@ def test_any_clusters(tmp_path: Path, clusters: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @MANY
 @given(config=CONFIGS, clusters=CLUSTERS, text=st.text(max_size=80))
 def test_many(tmp_path: Path, config: Any, clusters: Any, text: str) -> None:
@@ -93,3 +95,26 @@ def test_many(tmp_path: Path, config: Any, clusters: Any, text: str) -> None:
     config_file(tmp_path, text)
     check(lambda: HolmesConfig.load(config, env={}))
     cluster_file(tmp_path, as_yaml({"clusters": clusters}))
+
+
+PLANS = [path.read_text() for path in sorted((Path(__file__).parent / "plan/goldens").glob("*.json"))]
+
+
+def plan_file(folder: Path, text: str) -> None:
+    path = folder / "plan.json"
+    path.write_text(text)
+    check(lambda: HolmesConfig.load({"plan": str(path)}, env={}))
+
+
+@FEW
+@given(text=damaged_json(PLANS))
+def test_any_plan(tmp_path: Path, text: str) -> None:
+    plan_file(tmp_path, text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@MANY
+@given(text=damaged_json(PLANS))
+def test_ten_thousand_plans(tmp_path: Path, text: str) -> None:
+    plan_file(tmp_path, text)

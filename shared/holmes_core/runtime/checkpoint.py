@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.checkpoint_dcp import FolderReader, FolderWriter, PartLoadPlanner, PartSavePlanner
-from holmes_core.runtime.checkpoint_files import MANIFEST, damaged, remove, saving_path, storage_error
+from holmes_core.runtime.checkpoint_files import MANIFEST, damaged, storage_error
 from holmes_core.runtime.checkpoint_latest import check_checkpoint, check_file, latest_checkpoint
 from holmes_core.runtime.checkpoint_parts import (
     Part,
@@ -42,6 +42,7 @@ from holmes_core.runtime.checkpoint_parts import (
     take_references,
     with_references,
 )
+from holmes_core.runtime.checkpoint_place import remove, retire, saving_path
 from holmes_core.runtime.shard import TensorShard
 from holmes_core.runtime.state_transfer import raise_together
 
@@ -109,7 +110,7 @@ def begin(path: Path, group: dist.ProcessGroup, *, shared: bool = True) -> Path:
     if rank == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            remove(temporary)  # what a save that was killed has left
+            retire(temporary, path)  # what a save that was killed has left
             temporary.mkdir()
             mark.write_text(message[0])
         except OSError as error:

@@ -40,13 +40,13 @@ from holmes_core.runtime.checkpoint_files import (
     FileEntry,
     Manifest,
     damaged,
-    put_in_place,
     read_manifest,
     refuse_if_full,
     seal,
     storage_error,
 )
 from holmes_core.runtime.checkpoint_parts import Chunk, Part
+from holmes_core.runtime.checkpoint_place import put_in_place
 from holmes_core.runtime.tensor_file import DTYPES
 
 __all__ = ["FolderReader", "FolderWriter", "PartLoadPlanner", "PartSavePlanner"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints on disk: written under a temporary name, checksummed, put in place in one step.
+"""Checkpoints on disk: files with checksums, and the manifest that says which there must be.
 
 A checkpoint folder is complete exactly when it holds a manifest, `holmes_checkpoint.json`: every file with its size and
 the CRC-32 of each block of 4 MiB, so that a reader of a few rows can check just the blocks it reads. JSON, because a
@@ -8,11 +8,9 @@ pickle (as torch.distributed.checkpoint's own `.metadata`) runs code of whoever 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
-import shutil
 import time
 import zlib
 from collections.abc import Mapping
@@ -33,12 +31,8 @@ __all__ = [
     "Manifest",
     "as_os_error",
     "damaged",
-    "put_in_place",
     "read_manifest",
     "refuse_if_full",
-    "remove",
-    "replaced_path",
-    "saving_path",
     "seal",
     "storage_error",
     "sync_folder",
@@ -48,8 +42,6 @@ __all__ = [
 MANIFEST = "holmes_checkpoint.json"
 BLOCK = 4 << 20
 _FORMAT = 1
-_RENAME_EXCHANGE = 2  # linux/fs.h
-_AT_FDCWD = -100  # linux/fcntl.h
 _NOTHING = 1 << 20  # bytes: so little is free where a disk is full
 
 
@@ -295,59 +287,6 @@ def sync_folder(folder: Path) -> None:
             os.fsync(number)
         finally:
             os.close(number)
-
-
-def saving_path(path: Path) -> Path:
-    """Where a checkpoint is while it is written."""
-    return path.parent / f".{path.name}.saving"
-
-
-def replaced_path(path: Path) -> Path:
-    """Where the checkpoint before is for a moment, on file systems that cannot exchange two names."""
-    return path.parent / f".{path.name}.replaced"
-
-
-def put_in_place(temporary: Path, path: Path) -> None:
-    """Give a complete checkpoint its name; what had the name before goes away only then.
-
-    Args:
-        temporary: The checkpoint, on the same file system.
-        path: Its name.
-    """
-    if temporary.is_file() and (path.is_file() or not os.path.lexists(path)):
-        os.replace(temporary, path)
-    elif not os.path.lexists(path):
-        os.rename(temporary, path)
-    elif _exchange(temporary, path):
-        sync_folder(path.parent)
-        remove(temporary)
-    else:
-        before = replaced_path(path)
-        remove(before)
-        os.rename(path, before)
-        os.rename(temporary, path)
-        sync_folder(path.parent)
-    sync_folder(path.parent)
-    remove(replaced_path(path))
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Let two names of one file system change places in one step, where it can."""
-    try:
-        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    return bool(renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
-
-
-def remove(path: Path) -> None:
-    """Remove a checkpoint, a folder or a file, if it is there; its manifest first, so that no torn one looks whole."""
-    with suppress(FileNotFoundError):
-        if path.is_dir() and not path.is_symlink():
-            (path / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def as_os_error(error: Exception, folder: Path) -> OSError:

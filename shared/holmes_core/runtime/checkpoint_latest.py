@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import zipfile
@@ -52,6 +53,31 @@ def check_checkpoint(path: Path | str, *, contents: bool = True) -> None:
         check_file(path, contents=contents)
     elif (path / MANIFEST).exists() or not (path / _OF_TRAINER).exists():
         read_manifest(path).check(path, contents=contents)
+    else:  # nothing says which files there must be; each by itself tells whether it was cut short
+        for file in sorted(path.iterdir()):
+            if file.suffix == ".safetensors":
+                _check_tensors(file)
+            elif file.suffix in (".pt", ".pth", ".bin") and _first_byte(file) in (b"P", b""):
+                check_file(file, contents=contents)
+
+
+def _first_byte(path: Path) -> bytes:
+    with open(path, "rb") as file:
+        return file.read(1)
+
+
+def _check_tensors(path: Path) -> None:
+    """Raise HolmesError where a safetensors file has another size than its header says."""
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+            header = json.loads(file.read(min(length, size)))
+        ends = [about["data_offsets"][1] for name, about in header.items() if name != "__metadata__"]
+        if 8 + length + max(ends, default=0) != size:
+            raise ValueError(f"{size:,} bytes, {8 + length + max(ends, default=0):,} were written")
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OSError) as error:
+        raise damaged(path, f"cannot be read as safetensors: {error}") from error
 
 
 def latest_checkpoint(

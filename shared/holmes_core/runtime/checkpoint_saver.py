@@ -17,15 +17,9 @@ from torch import Tensor
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.checkpoint import STATE, begin, place_of_rank, save_parts, staged, tree_bytes
-from holmes_core.runtime.checkpoint_files import (
-    as_os_error,
-    put_in_place,
-    refuse_if_full,
-    remove,
-    saving_path,
-    storage_error,
-)
+from holmes_core.runtime.checkpoint_files import as_os_error, refuse_if_full, storage_error
 from holmes_core.runtime.checkpoint_parts import map_tree, parts_in
+from holmes_core.runtime.checkpoint_place import put_in_place, remove, saving_path
 
 __all__ = ["Saver", "save_file", "tree_size"]
 

@@ -224,7 +224,9 @@ class Watchdog:
         self.key = token.encode()
         for rank, (host, address, port) in enumerate(addresses):
             if rank != self.rank and port:  # 0: it has no watchdog
-                self.peers[rank] = Peer(host, (address, port))
+                peer = self.peers[rank] = Peer(host, (address, port))
+                if host == self.host:  # nothing is lost on the way: it is silent from now on, if it ever is
+                    peer.heard, peer.training = time.monotonic(), False
         self.near = neighbours(self.rank, self.world)
 
     def _do_place(self, place: str) -> None:
@@ -252,6 +254,7 @@ class Watchdog:
             return
         self.run += 1
         self.cause, self.told, self.symptom, self.delivered_at = None, False, "", 0.0
+        self.beat_at = 0.0  # from now on its silence counts for others
         if self.pending is not None and self.pending.run == self.run:
             self._adopt(self.pending)
 
@@ -343,8 +346,9 @@ class Watchdog:
         if not self.listening or self.cause is not None:
             return
         silence = _SILENCE * self.limit
+        # With a lost connection a rank that had not said yet that it trains counts, too: it may have died at once.
         known = {rank: peer for rank, peer in self.peers.items() if peer.heard is not None and not peer.left
-                 and peer.training and rank in self.near}  # fmt: skip
+                 and (peer.training or self.symptom) and rank in self.near}  # fmt: skip
         silent = {rank: peer for rank, peer in known.items() if now - (peer.heard or now) > silence}
         if silent:
             # Those who fell silent together were last heard within a beat or two: wait for all of them.

@@ -66,6 +66,7 @@ def test_lines_cut_and_changed_anywhere(lines: list[str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @settings(max_examples=10_000, deadline=None)
 @given(st.one_of(damaged(), st.lists(st.lists(st.sampled_from(WORDS), max_size=12).map(" ".join), max_size=20)))
 def test_ten_thousand_logs(lines: list[str]) -> None:
