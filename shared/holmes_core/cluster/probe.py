@@ -66,7 +66,11 @@ class RankSpeed(Value):
         backward_fixed: The same of a backward pass.
         head_forward: Seconds per sample of what surrounds the blocks: embedding, head, loss.
         head_backward: The same of its backward pass.
+        head_fixed: Seconds of that backward pass that do not depend on the number of samples.
+        around: Seconds of a forward pass outside of the blocks that do not depend on the number of samples: masks,
+            positions, the model's own Python. Every stage of a pipeline has them.
         optimizer: Seconds of an AdamW step per parameter.
+        copied: Seconds to copy a byte of gradients or parameters in memory.
     """
 
     rank: int
@@ -82,7 +86,10 @@ class RankSpeed(Value):
     backward_fixed: float = 0.0
     head_forward: float = 0.0
     head_backward: float = 0.0
+    head_fixed: float = 0.0
+    around: float = 0.0
     optimizer: float = 0.0
+    copied: float = 0.0
 
     @property
     def block(self) -> float:

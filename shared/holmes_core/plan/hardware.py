@@ -133,7 +133,10 @@ class Measured(Value):
         backward_fixed: The same of a backward pass.
         head_forward: Seconds per sample of embedding, head and loss.
         head_backward: The same of their backward pass.
+        head_fixed: Seconds of that backward pass besides, however small the micro-batch.
+        around: Seconds of a forward pass outside of the blocks, however small the micro-batch, on every stage.
         optimizer: Seconds of an optimizer step per parameter; 0: worked out from the memory's bandwidth.
+        copied: Seconds to copy a byte of gradients or parameters in memory.
         host_factors: How many times as long each host takes; empty: all alike.
         local: Between two ranks of a host; None: the GPU's link.
         fabric: Between two hosts of the cluster; None: the ports' rates.
@@ -146,7 +149,10 @@ class Measured(Value):
     backward_fixed: float = 0.0
     head_forward: float = 0.0
     head_backward: float = 0.0
+    head_fixed: float = 0.0
+    around: float = 0.0
     optimizer: float = 0.0
+    copied: float = 0.0
     host_factors: tuple[float, ...] = ()
     local: Link | None = None
     fabric: Link | None = None

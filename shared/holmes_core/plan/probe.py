@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from itertools import combinations
 
 from holmes_core.cluster.host import Cluster, Host
@@ -188,7 +189,10 @@ def _measured(
         backward_fixed=base.backward_fixed,
         head_forward=base.head_forward,
         head_backward=base.head_backward,
+        head_fixed=base.head_fixed,
+        around=base.around,
         optimizer=base.optimizer,
+        copied=base.copied,
         host_factors=() if alike else tuple(factors),
         local=found["host"],
         fabric=found["fabric"],
@@ -199,7 +203,6 @@ def _scaled(base: Measured | None, measured: Measured | None, factor: float) -> 
     """The first cluster's times, as many times as long as the declared speeds say."""
     if base is None or measured is None:
         return None
-    times = ("forward", "backward", "forward_fixed", "backward_fixed", "head_forward", "head_backward", "optimizer")
-    return Measured.from_json(
-        {**measured.to_json(), "host_factors": [], **{name: getattr(base, name) * factor for name in times}}
-    )
+    same = ("block_flops", "host_factors", "local", "fabric")
+    times = [entry.name for entry in fields(Measured) if entry.name not in same]
+    return replace(measured, host_factors=(), **{name: getattr(base, name) * factor for name in times})

@@ -132,7 +132,8 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         many = _times(run(samples), blocks, sync)
         one = _times(run(1), blocks, sync) if samples > 1 else many
         optimizer = _optimizer_seconds(blocks[-1], sync)
-    forward, backward = (_line(a, b, samples) for a, b in zip(one[:2], many[:2], strict=True))
+        copied = _copy_seconds(blocks[-1], sync)
+    forward, backward, before, after = (_line(a, b, samples) for a, b in zip(one, many, strict=True))
     return RankSpeed(
         rank=0,
         host="",
@@ -141,9 +142,12 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         backward=backward[0],
         forward_fixed=forward[1],
         backward_fixed=backward[1],
-        head_forward=many[2] * vocabulary / samples,
-        head_backward=many[3] * vocabulary / samples,
+        head_forward=before[0] * vocabulary,
+        head_backward=after[0] * vocabulary,
+        head_fixed=after[1] * vocabulary,
+        around=before[1],
         optimizer=optimizer,
+        copied=copied,
     )
 
 
@@ -273,6 +277,28 @@ def _optimizer_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
             spent, count = spent + time.perf_counter() - begin, count + 1
         times.append(spent / count)
     return _undisturbed(times) / sum(p.numel() for p in params)
+
+
+@torch.no_grad()
+def _copy_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
+    """Seconds per byte to put a block's gradients into one flat tensor and back, as summing them over ranks does."""
+    grads = [p.grad for p in block.parameters() if p.grad is not None]
+    size = sum(grad.nbytes for grad in grads)
+    times: list[float] = []
+    for _ in range(_WINDOWS):
+        spent, count = 0.0, 0
+        while spent < _WINDOW / 8:
+            sync()
+            begin = time.perf_counter()
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            start = 0
+            for grad in grads:
+                grad.copy_(flat[start : start + grad.numel()].view_as(grad))
+                start += grad.numel()
+            sync()
+            spent, count = spent + time.perf_counter() - begin, count + 1
+        times.append(spent / count)
+    return _undisturbed(times) / (2 * size)
 
 
 def _matrix_products(
