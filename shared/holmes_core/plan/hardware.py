@@ -56,8 +56,11 @@ def _gpu(name: str, memory: float, tflops: float, bandwidth: float, link: float)
 
 # Sources: the makers' data sheets, dense rates (sheets often print those with sparsity, twice as many). NVLink figures
 # there count both directions; here one. Looked up again in what others quote of them: B200 and GB200 (2250 and 2500
-# TFLOP/s, 8 TB/s), H100-SXM (989, 3.35 TB/s), H100-PCIe (2 TB/s), L40S (362, 864 GB/s), A40 (149.7), MI300X (5.3 TB/s,
-# 448 GB/s to the seven others together). The others were not found in a second source.
+# TFLOP/s, 8 TB/s), H200 (141 GB, 989, 4.8 TB/s), H100-SXM (989, 3.35 TB/s), H100-NVL (835), H100-PCIe (756, 2 TB/s),
+# A100 (312; 1555 and 2039 GB/s; NVLink 300 GB/s each way), V100 (125, 900 GB/s), L40S (362, 864 GB/s), L4 (121,
+# 300 GB/s), A40 (149.7, 696 GB/s), A10 (125, 600 GB/s), T4 (65), MI300X (1307, 192 GB, 5.3 TB/s, 448 GB/s to the seven
+# others together), MI250X (links of 50 GB/s: AMD's page on its architecture). The others, and the links of cards on
+# PCIe, are the data sheets' alone.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
