@@ -1,16 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One warm process per session, from which the ranks of all runs are forked."""
+"""One warm process per session, from which the ranks of all runs are forked; and a check that nothing is left."""
 
 from __future__ import annotations
 
+import os
+import time
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.lightning.farm import Farm
 
+_MARK = "HOLMES_TEST_FAILURES"
+_SHARED = Path("/dev/shm")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _mark() -> Iterator[str]:
+    """All processes that these tests start, at any remove, have a mark in their environment."""
+    os.environ[_MARK] = uuid.uuid4().hex
+    yield f"{_MARK}={os.environ[_MARK]}"
+    del os.environ[_MARK]
+
 
 @pytest.fixture(scope="session")
-def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Farm]:
+def farm(tmp_path_factory: pytest.TempPathFactory, _mark: str) -> Iterator[Farm]:
     with Farm(tmp_path_factory.mktemp("failures"), "tests.failures.scenarios", "holmes_lightning.hooks") as farm:
         yield farm
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left(request: pytest.FixtureRequest, _mark: str) -> Iterator[None]:
+    """Whatever failed: no process lives on (with none, no port is held), and no shared memory has a name."""
+    warm = {request.getfixturevalue("farm").pid} if "farm" in request.fixturenames else set()
+    names = _shared()
+    yield
+    until = time.monotonic() + 15
+    while (left := {**_marked(_mark, warm), **_orphaned(names)}) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert not left, f"left behind: {left}"
+
+
+def _marked(mark: str, but: set[int]) -> dict[str, str]:
+    """Processes with the mark, except the warm one."""
+    found = {}
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark.encode() in environ.read_bytes().split(b"\0") and int(environ.parent.name) not in but:
+                command = (environ.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                found[f"process {environ.parent.name}"] = command[:200]
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def _shared() -> set[str]:
+    return {path.name for path in _SHARED.glob("torch_*")}
+
+
+def _orphaned(before: set[str]) -> dict[str, str]:
+    """Shared memory of torch (torch_PID_...) that is new and whose process has ended."""
+    return {
+        str(_SHARED / name): "shared memory of a process that has ended"
+        for name in _shared() - before
+        if (pid := name.split("_")[1]).isdigit() and not Path("/proc", pid).exists()
+    }

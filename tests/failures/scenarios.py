@@ -108,12 +108,19 @@ class Breaks(L.Callback):
 
 
 def lightning(
-    ctx: Context, *, how: str = "", rank: int = -1, at: int = 2, place: str = "step", slow: float = 0.0
+    ctx: Context,
+    *,
+    how: str = "",
+    rank: int = -1,
+    at: int = 2,
+    place: str = "step",
+    slow: float = 0.0,
+    workers: int = 0,
 ) -> dict[str, Any]:
     """Train eight steps with Lightning; `rank` fails in `place` at step `at`, or is slow there for `slow` seconds."""
     mine = ctx.rank == rank
     me = ctx.rank if place == "loader" else -2
-    loader = DataLoader(Rows(how, rank, me, at, 8), batch_size=8)
+    loader = DataLoader(Rows(how, rank, me, at, 8), batch_size=8, num_workers=workers, persistent_workers=workers > 0)
     callbacks = [Breaks(how, at)] if mine and place == "callback" else []
     trainer = L.Trainer(
         strategy="holmes", accelerator="cpu", devices=ctx.world, max_epochs=1, callbacks=callbacks,

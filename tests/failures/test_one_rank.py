@@ -4,9 +4,6 @@
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,26 +25,10 @@ WORDS = {
 }
 
 
-def left_of(out: Path) -> Iterator[int]:
-    """Processes that a run has left: all of its processes know its file of settings."""
-    mark = f"HOLMES_CONFIG={out / 'holmes.json'}".encode()
-    for environ in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            if mark in environ.read_bytes().split(b"\0"):
-                yield int(environ.parent.name)
-        except OSError:  # it has ended, or is another user's
-            continue
-
-
 def run(farm: Farm, host: str = "lightning", *, world: int = 3, pp: int = 0, limit: float = 12.0, **how: Any) -> Run:
     config = {"pp": pp or world, "num_microbatches": world, "print_plan": False, "failure_timeout": limit}
     config["timeout"] = how.pop("timeout", 60)
-    found = farm.run(f"tests.failures.scenarios:{host}", world=world, config=config, timeout=120, **how)
-    end = time.monotonic() + 10
-    while (left := list(left_of(found.out))) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not left, "processes are left behind"
-    return found
+    return farm.run(f"tests.failures.scenarios:{host}", world=world, config=config, timeout=120, **how)
 
 
 def check(found: Run, *, how: str, rank: int) -> None:
@@ -77,6 +58,12 @@ def check(found: Run, *, how: str, rank: int) -> None:
 )
 def test_all_name_the_rank_that_failed(farm: Farm, host: str, how: str, rank: int, at: int, place: str) -> None:
     check(run(farm, host, how=how, rank=rank, at=at, place=place), how=how, rank=rank)
+
+
+@pytest.mark.parametrize("how", ["kill", pytest.param("stop", marks=pytest.mark.slow)])
+def test_data_loader_workers_end_with_their_ranks(farm: Farm, how: str) -> None:
+    """conftest.py looks whether they do."""
+    check(run(farm, world=2, how=how, rank=1, workers=2), how=how, rank=1)
 
 
 def test_a_slow_rank_is_left_alone(farm: Farm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -47,6 +48,8 @@ def make_lab(_reason: str) -> Iterator[Callable[..., Lab]]:
     yield make
     for lab in labs:
         lab.down()
+        names = (lab.state.switch, *lab.state.namespaces.values())
+        assert not [name for name in names if Path("/run/netns", name).exists()], "network namespaces are left behind"
 
 
 @pytest.fixture

@@ -53,6 +53,10 @@ def train(lab: Lab, out: Path, action: Callable[[], None], *, config: str = "", 
     done = run_job(lab, words, env={"HOLMES_CONFIG": str(out / "holmes.yaml")}, timeout=180, grace=60, write=broken)
     text = "".join(broken.lines)
     assert broken.at, text[-5000:]
+    until = time.monotonic() + 10
+    while (left := [pid for host in lab.state.namespaces for pid in lab.processes(host)]) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not left, f"processes are left behind: {left}"
     if options.get("fails", 1):
         assert done.returncode not in (0, 124), text[-5000:]
         assert time.monotonic() - broken.at < 32  # 30, and what the job's end takes

@@ -57,6 +57,11 @@ class Farm:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env, cwd=folder, start_new_session=True,
         )  # fmt: skip
 
+    @property
+    def pid(self) -> int:
+        """The warm process."""
+        return self._process.pid
+
     def run(
         self,
         target: str,
