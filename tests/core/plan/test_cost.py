@@ -4,14 +4,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from holmes_core.plan.cost import CostModel, Prediction
+from holmes_core.plan.cost import CostModel, Prediction, StageCosts
 from holmes_core.plan.cost_memory import ParameterBytes
 from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
-from holmes_core.plan.hardware import Hardware, Link
+from holmes_core.plan.hardware import Hardware, Link, Measured
 from tests.core.plan.prediction_jobs import choice, cluster, gpt, job, two_clusters
 
 
@@ -146,6 +147,24 @@ def test_memory_at_the_end_of_a_step() -> None:
     assert nccl.ending(1, sharded=True) == 4  # 4 bytes of square roots for each parameter
     frozen = ParameterBytes.of("32-true", trainable=0.0)
     assert frozen.static(1, sharded=True) == 4
+
+
+def test_what_was_measured_around_the_blocks_is_counted() -> None:
+    """Every stage runs the user's step; gradients and parameters are copied into flat buffers and out again."""
+    plain = Measured(block_flops=gpt().blocks[0].forward_flops, forward=0.01, backward=0.02, optimizer=1e-9)
+
+    def costs(**more: float) -> StageCosts:
+        work = job(cluster("a", 4, measured=replace(plain, **more)), batch=64, device_type="cpu", precision="32-true")
+        return CostModel(work).stage_costs(choice(work, dp=2, micro_batch_size=4, layers_per_stage=(15, 15)))
+
+    nothing, around, fixed, copied = costs(), costs(around=0.003), costs(head_fixed=0.5), costs(copied=1e-9)
+    assert [b - a for a, b in zip(nothing.forward, around.forward, strict=True)] == pytest.approx([0.003, 0.003])
+    assert [b - a for a, b in zip(nothing.backward, fixed.backward, strict=True)] == pytest.approx([0, 0.5])
+    parameters = 15 * gpt().blocks[0].parameters + gpt().embedding_parameters
+    # In: everything once, and the other replica's half added; out: everything once, half of it back.
+    for name in ("reduce_seconds", "gather_seconds"):
+        more = getattr(copied, name)[0] - getattr(nothing, name)[0]
+        assert more == pytest.approx(1.5 * 4 * parameters * 1e-9)
 
 
 def test_tied_weights_cost_a_trip_between_the_ends() -> None:

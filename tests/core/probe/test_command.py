@@ -54,7 +54,7 @@ def test_a_job_is_measured_once(run_script: Any, tmp_path: Path) -> None:
     assert result is not None
     assert [speed.host for speed in result.speeds] == ["h0", "h1"]
     assert all(speed.forward > 0 and speed.backward > 0 and speed.optimizer > 0 for speed in result.speeds)
-    assert all(speed.head_forward > 0 for speed in result.speeds)
+    assert all(speed.head_forward > 0 and speed.around >= 0 and speed.copied > 0 for speed in result.speeds)
     assert len(list((tmp_path / "cache/holmes/probe").iterdir())) == 1
     second = probe(run_script, tmp_path, "-o", str(out))
     assert [run.returncode for run in second] == [0, 0], second[0].output
