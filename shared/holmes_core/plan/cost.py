@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes
+from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes, heap_factor
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
 from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight, pipeline_seconds
 from holmes_core.plan.cost_values import COMPUTE_EFFICIENCY, RUNTIME_BYTES, Choice, Job, Prediction, StageCosts
@@ -50,7 +50,9 @@ class CostModel:
         self.parameters = [0, *accumulate(block.parameters for block in profile.blocks)]
         self.kept = [0, *accumulate(block.activation_bytes for block in profile.blocks)]
         self.whole = [0, *accumulate(block.whole_bytes for block in profile.blocks)]
-        self.bytes = ParameterBytes.of(job.precision, trainable=job.trainable, gloo=job.device_type == "cpu")
+        on_cpu = job.device_type == "cpu"
+        self.heap = heap_factor(profile.blocks[0].parameters, PRECISIONS[job.precision][0]) if on_cpu else 1.0
+        self.bytes = ParameterBytes.of(job.precision, trainable=job.trainable, gloo=on_cpu, heap=self.heap)
         self._largest_block = max(block.activation_bytes for block in profile.blocks)
 
     def places(self, choice: Choice) -> list[Place]:
@@ -158,8 +160,8 @@ class CostModel:
             tied_seconds=0.0 if choice.embedding_on_last else self._tied(places, rank_of[-1], width, tp),
             embedded=self.network.edge(places[-1], places[0], width) if choice.embedding_on_last else None,
             static_bytes=tuple(int(n * static) + job.runtime_bytes for n in parameters),
-            activation_bytes=tuple(kept),
-            transient_bytes=tuple(transient),
+            activation_bytes=tuple(int(self.heap * count) for count in kept),
+            transient_bytes=tuple(int(self.heap * count) for count in transient),
             ending_bytes=tuple(int(n * ending) for n in parameters),
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-job.samples(dp) // x)),

@@ -246,7 +246,8 @@ def _block_limits(model: CostModel, choice: Choice) -> list[int]:
         room = empty.limit_bytes[rank] - empty.static_bytes[rank]
         # What stages have sent stays, however few blocks they have.
         handed_on = held * sum(empty.activation_bytes[stage] for stage in stages) / v
-        computing = (room - empty.transient_bytes[rank] - handed_on) / v // (weights + held / v * x * kept / count)
+        each = weights + model.heap * held / v * x * kept / count
+        computing = (room - empty.transient_bytes[rank] - handed_on) / v // each
         ending = (room - empty.ending_bytes[rank]) / v // ended
         for stage in stages:
             found[stage] = min(count, max(0, int(min(computing, ending))))

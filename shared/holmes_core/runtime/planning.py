@@ -33,6 +33,9 @@ _USUAL_BATCH = 8
 #: Most by which the parameters of a profile may differ from those that the model has.
 _SAME_MODEL = 0.2
 _DIFFERENT = 1.05
+#: What a process on processors comes to occupy besides its model once it trains: code of backward passes and optimizers
+#: that is read from disk then (12 MiB), process groups and their threads (16 MiB). Measured with torch 2.13.
+_TO_COME = 28 << 20
 
 
 def plan_by_rule(
@@ -240,6 +243,7 @@ def _decide_once(
     memory, occupied = rank_memory(device, len(topology.host_of(rank).ranks))
     if device.type == "cpu":  # the whole model is here still; only a part of it stays
         occupied = max(0, occupied - sum(t.nbytes for t in root.parameters() if not t.is_meta and t.device == device))
+        occupied += _TO_COME
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (memory, occupied))
     if config.memory_limit is not None:

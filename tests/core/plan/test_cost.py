@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from holmes_core.plan.cost import CostModel, Prediction, StageCosts
-from holmes_core.plan.cost_memory import ParameterBytes
+from holmes_core.plan.cost_memory import HEAP, ParameterBytes
 from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
 from holmes_core.plan.hardware import Hardware, Link, Measured
@@ -96,6 +96,20 @@ def test_memory_by_hand() -> None:
     assert CostModel(work).predict(one).memory_bytes[0] == pytest.approx(expected, rel=1e-6)
 
 
+def test_a_processors_heap_holds_more_than_is_in_use() -> None:
+    """Small tensors leave holes where they were freed; those of 32 MiB and more are mapped one by one."""
+    for hidden, factor in ((512, HEAP), (2048, 1.0)):
+        profile = gpt(hidden, 8, 8, 128, vocab_size=4096)
+        sizes = [
+            CostModel(work).predict(choice(work, dp=2)).memory_bytes[0]
+            for kind in ("cpu", "cuda")
+            for work in [job(cluster("a", 2), batch=4, profile=profile, precision="32-true", runtime_bytes=0,
+                device_type=kind)]
+        ]  # fmt: skip
+        # 4 + 4 + 8 / 2 bytes and, at the end, 4 for what leaves and, with gloo, 2 for what the owner receives.
+        assert sizes[0] / sizes[1] == pytest.approx(factor * 18 / 16, rel=0.01)
+
+
 def test_recomputation_trades_memory_for_time() -> None:
     work = two_clusters()
     model = CostModel(work)
@@ -145,6 +159,9 @@ def test_memory_at_the_end_of_a_step() -> None:
     assert gloo.ending(4, sharded=False) == nccl.ending(4, sharded=True) == 4
     assert gloo.ending(1, sharded=True) == 0
     assert nccl.ending(1, sharded=True) == 4  # 4 bytes of square roots for each parameter
+    held = ParameterBytes.of("32-true", gloo=True, heap=1.5)
+    assert held.static(2, sharded=True) == 1.5 * 12
+    assert held.ending(2, sharded=True) == 1.5 * 6
     frozen = ParameterBytes.of("32-true", trainable=0.0)
     assert frozen.static(1, sharded=True) == 4
 
