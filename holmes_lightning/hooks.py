@@ -30,6 +30,7 @@ from holmes_lightning.collectives import CollectiveHooks
 from holmes_lightning.feed import Feeds, batch_size_of, progress_of
 from holmes_lightning.metrics import connect_metrics, metric_path, release_metrics
 from holmes_lightning.refusals import name_several_optimizers, refuse_optimizers, refuse_unsupported
+from holmes_lightning.resume import resume_by_itself
 from holmes_lightning.steps import StepRunner
 
 __all__ = ["StrategyHooks"]
@@ -129,6 +130,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
             self._failures.close()
         self._failures = FailureLog(rank=self.global_rank, place=f"host {host_name()}", watch=self._meeting.watch)
         self._failures.listen()
+        if self.config.resume == "auto" and module.trainer.training:
+            resume_by_itself(module.trainer)
         self._seed = share_random_state()
 
     @contextmanager

@@ -70,6 +70,7 @@ def make_strategy_class(namespace: str) -> type[Any]:
             failure_timeout: float | None = None,
             checkpoint: str | None = None,
             checkpoint_async: bool | None = None,
+            resume: str | None = None,
             print_plan: bool | None = None,
             traffic_file: str | None = None,
             weights_only: bool | None = None,

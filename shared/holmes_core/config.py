@@ -57,6 +57,7 @@ _CHOICES = {
     "wire_dtype": ("same", "compute"),
     "checkpoint": ("single", "sharded"),
     "partition": ("auto", "equal", "paper"),
+    "resume": ("auto", "off"),
 }
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
@@ -185,6 +186,10 @@ class HolmesConfig(Value):
     checkpoint_async: bool = False
     """Write checkpoints in the background, from a copy on the CPU, while training goes on."""
 
+    resume: str = "off"
+    """Lightning: ``auto`` lets a ``Trainer.fit`` without ckpt_path go on from the newest whole checkpoint in the folder
+    of its ModelCheckpoint(dirpath=...), if there is one; for jobs that a launcher or scheduler starts again."""
+
     print_plan: bool = True
     """Print the plan on rank 0 before training."""
 
@@ -214,6 +219,7 @@ class HolmesConfig(Value):
         if self.recompute is not None and not isinstance(self.recompute, bool):
             _refuse("recompute", self.recompute, "true or false")
         put("schedule", normalize_schedule(self.schedule))
+        put("resume", "off" if str(self.resume) == "False" else self.resume)  # yaml reads off as false
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 _refuse(name, getattr(self, name), _one_of(choices), options=choices)

@@ -58,12 +58,12 @@ def by_lightning(
         devices=context.world if strategy != "auto" else 1,
         max_steps=steps,
         max_epochs=-1,
-        logger=False,
         precision=precision,
         callbacks=[Note(), *trainer.pop("callbacks", [])],
         default_root_dir=str(context.out),
         **{
-            "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, **trainer,
+            "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False,
+            "logger": False, **trainer,
         },
     )  # fmt: skip
     made.fit(module, loader(), ckpt_path=resume)
@@ -110,6 +110,19 @@ def kept(context: Context, *, folder: str) -> list[list[str]]:
         )
         found.append([*sorted(os.listdir(folder)), f"step {result['step']}", str(len(result["losses"]))])
     return found
+
+
+def unchanged(
+    context: Context, *, folder: str | None, steps: int, resume: str | None = None, logger: bool = False
+) -> list[tuple[int, int]]:
+    """A script that saves each step and does not say where to go on: steps done, and reached."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.loggers import CSVLogger
+
+    callback = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    more = {"logger": CSVLogger(context.out)} if logger else {}
+    result = by_lightning(context, steps=steps, resume=resume, callbacks=[callback], enable_checkpointing=True, **more)
+    return [(len(result["losses"]), result["step"])]
 
 
 def by_accelerate(

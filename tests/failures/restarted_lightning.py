@@ -60,10 +60,11 @@ rng = torch.Generator().manual_seed(3)
 loader = DataLoader(
     TensorDataset(torch.randn(64, 4, generator=rng), torch.randn(64, 1, generator=rng)), batch_size=4, shuffle=True
 )
-saves = ModelCheckpoint(dirpath=OUT / "saved", every_n_train_steps=2, save_last=True)
+SAYS = "SAYS_NOTHING" not in os.environ  # whether the script itself wants to go on from its last checkpoint
+saves = ModelCheckpoint(dirpath=OUT / "saved", every_n_train_steps=2, save_last=SAYS)
 trainer = L.Trainer(
     strategy="holmes", accelerator="cpu", devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")), max_steps=10, callbacks=[saves, Writes()],
     logger=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
-trainer.fit(Script(), loader, ckpt_path="last")
+trainer.fit(Script(), loader, ckpt_path="last" if SAYS else None)

@@ -42,10 +42,12 @@ def check_resumed(out: Path, whole: list[dict[str, Any]], killed_at: int) -> Non
         assert line["loss"] == pytest.approx(by_step[line["step"]], rel=1e-6), line
 
 
-def test_torchrun_restarts_a_lightning_job(run_script: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, pytest.param({"resume": "auto"}, marks=pytest.mark.slow)])
+def test_torchrun_restarts_a_lightning_job(run_script: Any, tmp_path: Path, more: dict[str, str]) -> None:
+    """The script names its last checkpoint; or says nothing, and the setting does."""
     script = HERE / "restarted_lightning.py"
     for name, rank in (("whole", NEVER), ("killed", 1)):
-        env = settings(tmp_path / name, pp=2)
+        env = settings(tmp_path / name, pp=2, **more) | ({"SAYS_NOTHING": "1"} if more else {})
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
         run = run_script([*words, script, tmp_path / name, str(rank), "5"], env=env, timeout=200)
         output = run.check()
@@ -84,11 +86,12 @@ def test_accelerate_launch_restarts_a_job(run_script: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_slurm_requeues_a_job(run_script: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [{}, {"resume": "auto"}])
+def test_slurm_requeues_a_job(run_script: Any, tmp_path: Path, more: dict[str, str]) -> None:
     """What `sbatch --requeue` does: the whole job once more, with SLURM_RESTART_COUNT."""
     script = HERE / "restarted_lightning.py"
     for name, rank in (("whole", NEVER), ("killed", 1)):
-        env = settings(tmp_path / name, pp=2)
+        env = settings(tmp_path / name, pp=2, **more) | ({"SAYS_NOTHING": "1"} if more else {})
         words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         words += [script, tmp_path / name, str(rank), "5"]
         run = run_script(words, env=env, timeout=200)
