@@ -9,8 +9,10 @@ step: the schedule's critical path, gradients over the rings of each stage, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
+from holmes_core.config import V_SCHEDULES
 from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes, heap_factor
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
 from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight, pipeline_seconds
@@ -53,6 +55,7 @@ class CostModel:
         on_cpu = job.device_type == "cpu"
         self.heap = heap_factor(profile.blocks[0].parameters, PRECISIONS[job.precision][0]) if on_cpu else 1.0
         self.bytes = ParameterBytes.of(job.precision, trainable=job.trainable, gloo=on_cpu, heap=self.heap)
+        self._empty: dict[Choice, StageCosts] = {}
         self._largest_block = max(block.activation_bytes for block in profile.blocks)
 
     def places(self, choice: Choice) -> list[Place]:
@@ -166,6 +169,14 @@ class CostModel:
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-job.samples(dp) // x)),
         )
+
+    def empty_costs(self, choice: Choice) -> StageCosts:
+        """Return what a choice costs without any block, which limits its blocks; worked out once for all schedules."""
+        kind = choice.schedule if choice.schedule in V_SCHEDULES else "1f1b"
+        key = replace(choice, schedule=kind, layers_per_stage=(0,) * choice.num_stages)
+        if key not in self._empty:
+            self._empty[key] = self.stage_costs(key)
+        return self._empty[key]
 
     def predict(self, choice: Choice) -> Prediction:
         """Predict one step of a choice."""

@@ -9,8 +9,8 @@
 All of it is in proportion to the parameters of the rank.
 
 On processors a heap occupies more than is in use. glibc gives what is freed back to the system only from the top of
-its heap; what is freed below, between tensors that stay, it keeps. (It maps tensors of 32 MiB and more one by one; these
-leave no holes.) On GPUs the reserve of ``USABLE_MEMORY`` stands for the same.
+its heap; what is freed below, between tensors that stay, it keeps. (Tensors of 32 MiB and more are mapped one by one
+and leave no holes.) On GPUs the reserve of ``USABLE_MEMORY`` stands for the same.
 """
 
 from __future__ import annotations

@@ -135,7 +135,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
         tried += more
         fitting += [one for one in more if one.prediction.fits]
     if not fitting:
-        raise _nothing(job, limits, tried)
+        raise _nothing(model, limits, tried, orders[0])
     place = {order: index for index, order in enumerate(orders)}
     fitting.sort(key=_seconds)
     ranked = _simulated(model, fitting, limits.partition)
@@ -232,7 +232,7 @@ def _block_limits(model: CostModel, choice: Choice) -> list[int]:
     job, profile, v = model.job, model.job.profile, choice.virtual_stages
     count, tp, x = len(profile.blocks), choice.tp, choice.micro_batch_size
     m = max(1, job.samples(choice.dp) // x)
-    empty = model.stage_costs(replace(choice, layers_per_stage=(0,) * choice.num_stages))
+    empty = model.empty_costs(choice)
     whole = model.whole[-1]
     kept = profile.boundary_bytes * count if choice.recompute else whole + (model.kept[-1] - whole) / tp
     parameters = model.parameters[-1] / count / tp
@@ -450,7 +450,25 @@ def _key(choice: Choice) -> tuple[object, ...]:
     return choice.pp, choice.dp, choice.tp, choice.schedule, choice.virtual_stages, choice.sharding
 
 
-def _nothing(job: Job, limits: Limits, tried: Sequence[Candidate]) -> ConfigError:
+def _fitting(model: CostModel, limits: Limits, order: tuple[int, ...]) -> str:
+    """Say which layout fits the memory and keeps most of what was fixed; of those the fastest. Empty: none does."""
+    names = ("pp", "dp", "tp", "schedule", "virtual_stages", "micro_batch_size", "recompute", "sharding")
+    fixed = {name: value for name in names if (value := getattr(limits, name)) is not None}
+    free = replace(limits, **dict.fromkeys(fixed))  # type: ignore[arg-type]
+    found = [one for one in candidates(model, free, [order]) if one.prediction.fits]
+    if not fixed or not found:
+        return ""
+
+    def changes(one: Candidate) -> int:
+        return sum(getattr(one.choice, name) != value for name, value in fixed.items())
+
+    best = min(found, key=lambda one: (changes(one), _seconds(one)))
+    most = max(best.prediction.memory_bytes) / 2**30
+    return f"let it be {best.choice.describe()}, the nearest that fits ({most:.1f} GiB on the fullest rank); or "
+
+
+def _nothing(model: CostModel, limits: Limits, tried: Sequence[Candidate], order: tuple[int, ...]) -> ConfigError:
+    job = model.job
     given = {key: value for key, value in limits.to_json().items() if value not in (None, "auto")}
     shown = ", ".join(f"{key} {value}" for key, value in given.items()) or "nothing fixed"
     if tried:
@@ -462,7 +480,7 @@ def _nothing(job: Job, limits: Limits, tried: Sequence[Candidate]) -> ConfigErro
             seen=f"{len(tried)} layouts ({shown}), none fits the memory",
             where="holmes plan",
             means=f"nearest: {near.choice.describe()}: stage {rank} needs {need:.1f} GiB, {have:.1f} GiB can be used",
-            do="use more or larger GPUs, a shorter sequence, or bf16-true; or fix less",
+            do=f"{_fitting(model, limits, order)}use more or larger GPUs, a shorter sequence, or bf16-true",
         )
     sizes = ", ".join(f"{c.name} {c.ranks}" for c in job.hardware.clusters)
     dps = [dp for dp in _divisors(math.gcd(*(c.ranks for c in job.hardware.clusters))) if job.batch % dp == 0]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 from itertools import combinations, pairwise, permutations
@@ -215,6 +216,22 @@ def test_what_does_not_fit_names_the_nearest() -> None:
         ConfigError, match=r"none fits the memory(?s:.)*nearest: pp \d x dp 1(?s:.)*stage \d needs .* GiB"
     ):
         search(work)
+
+
+def test_fixed_degrees_that_do_not_fit_name_the_nearest_that_does() -> None:
+    """What was fixed and can be kept is kept; the layout that is named does fit."""
+    work = job(cluster("a", 8, gpu="A100-40GB"), batch=64, profile=gpt(4096, 36, 32, 2048))
+    with pytest.raises(ConfigError, match="the nearest that fits") as caught:
+        search(work, Limits(pp=1, tp=1, recompute=False))
+    found = re.search(
+        r"let it be pp (\d) x dp (\d) x tp (\d), (\w+)(?: x (\d))?, micro-batch (\d+)", caught.value.do or ""
+    )
+    assert found is not None
+    pp, dp, tp, schedule, virtual, x = found.groups()
+    assert (pp == "1") + (tp == "1") + ("recompute" not in found.string) == 2, "one setting had to give way"
+    limits = Limits(pp=int(pp), dp=int(dp), tp=int(tp), schedule=schedule, virtual_stages=int(virtual or 1),
+        micro_batch_size=int(x), recompute="recompute" in found.string)  # fmt: skip
+    assert search(work, limits).best.prediction.fits
 
 
 def test_what_is_not_legal_names_the_reason() -> None:
