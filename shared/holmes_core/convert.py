@@ -125,7 +125,7 @@ def convert_checkpoint(
         if tokenizer is not None:
             _copy_tokenizer(Path(tokenizer), partial)
         partial.chmod(0o755)
-        put_in_place(partial, out)
+        put_in_place(partial, out, replace=overwrite)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return out

@@ -165,7 +165,9 @@ def test_existing_out_is_kept(tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match="not empty"):
         convert_checkpoint(checkpoint, tmp_path / "hf")
     assert (tmp_path / "hf" / "mine.txt").is_file()
+    (tmp_path / "hf" / "model-00002-of-00002.safetensors").write_text("of an older one")
     assert main([str(checkpoint), str(tmp_path / "hf"), "--overwrite"]) == 0
+    assert not (tmp_path / "hf" / "model-00002-of-00002.safetensors").exists()
     load(tmp_path / "hf")
 
 

@@ -28,7 +28,7 @@ def replaced_path(path: Path) -> Path:
     return path.parent / f".{path.name}.replaced"
 
 
-def put_in_place(temporary: Path, path: Path) -> None:
+def put_in_place(temporary: Path, path: Path, *, replace: bool = False) -> None:
     """Give a complete checkpoint its name; the one that had the name before goes away only then.
 
     What else is in a folder of that name stays: files that a script has put into a checkpoint move to the new one. A
@@ -37,19 +37,20 @@ def put_in_place(temporary: Path, path: Path) -> None:
     Args:
         temporary: The checkpoint, on the same file system.
         path: Its name.
+        replace: Somebody has asked for it: whatever has the name goes away.
 
     Raises:
         HolmesError: It is a file, and a folder of other things has its name.
     """
-    foreign = path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists() and any(path.iterdir())
-    if foreign and temporary.is_file():
-        raise HolmesError(
-            seen=f"{path} is a folder, and no checkpoint",
-            where="saving a checkpoint",
-            means="it would have to be deleted for the file",
-            do="give the name of a file, or remove the folder",
-        )
-    if foreign:
+    others = path.is_dir() and not path.is_symlink() and not (path / MANIFEST).exists() and any(path.iterdir())
+    if others and not replace:
+        if temporary.is_file():
+            raise HolmesError(
+                seen=f"{path} is a folder, and no checkpoint",
+                where="saving a checkpoint",
+                means="it would have to be deleted for the file",
+                do="give the name of a file, or remove the folder",
+            )
         _write_into(temporary, path)
     elif temporary.is_file() and (path.is_file() or not os.path.lexists(path)):
         os.replace(temporary, path)
