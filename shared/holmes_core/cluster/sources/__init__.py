@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from holmes_core.cluster.assemble import assemble
 from holmes_core.cluster.facts import HostFacts, PortFacts
@@ -27,6 +28,7 @@ from holmes_core.errors import ConfigError
 
 __all__ = ["SOURCES", "inventory_from_files", "inventory_from_texts", "merge"]
 
+_T = TypeVar("_T")
 #: What a text is, how it is recognised, how it is read.
 SOURCES: Mapping[str, tuple[Callable[[str], bool], Callable[[str], HostFacts]]] = {
     "NCCL topology XML": (is_nccl_xml, read_nccl_xml),
@@ -117,7 +119,7 @@ def _says_nothing_about_kind(port: PortFacts) -> bool:
 def _facts(text: str, where: str) -> HostFacts:
     for matches, read in SOURCES.values():
         if matches(text):
-            return read(text)
+            return _named(lambda: read(text), where)
     first = next((line.strip() for line in text.splitlines() if line.strip()), "(empty)")
     raise ConfigError(
         seen=f"no output that is known; it begins with {first[:80]!r}",
@@ -126,14 +128,23 @@ def _facts(text: str, where: str) -> HostFacts:
     )
 
 
+def _named(read: Callable[[], _T], where: str) -> _T:
+    """Read; an error also says in which file."""
+    try:
+        return read()
+    except ConfigError as error:
+        place = f"{where}, {error.where}" if error.where else where
+        raise ConfigError(seen=error.seen, where=place, means=error.means, do=error.do) from error
+
+
 def _from_json(text: str, where: str, host: str) -> Inventory:
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             seen=f"no valid JSON: {error}", where=where, do="write it with `holmes detect --json`"
         ) from error
-    found = Inventory.from_json(data)
+    found = _named(lambda: Inventory.from_json(data), where)
     return dataclasses.replace(found, host=host) if host else found
 
 
