@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -119,7 +120,7 @@ def _says_nothing_about_kind(port: PortFacts) -> bool:
 def _facts(text: str, where: str) -> HostFacts:
     for matches, read in SOURCES.values():
         if matches(text):
-            return _named(lambda: read(text), where)
+            return _named(partial(read, text), where)
     first = next((line.strip() for line in text.splitlines() if line.strip()), "(empty)")
     raise ConfigError(
         seen=f"no output that is known; it begins with {first[:80]!r}",
