@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 
+from holmes_core.doctor.logs.diagnose import diagnose
+from holmes_core.doctor.logs.parts import Case
+from holmes_core.doctor.logs.read import read_lines
 from tests.lightning.farm import Farm, Run
 
 # What the others say. A status that the rank's parent has taken already can no longer be read.
@@ -44,6 +47,10 @@ def check(found: Run, *, how: str, rank: int) -> None:
         assert log.count("seen: ") == 1, log[-3000:]
         assert "Traceback" not in log
         assert re.search(r"where: (at|after) step \d|where: before its first batch", log)
+    logs = [(f"rank{number}.log", log.splitlines()) for number, log in enumerate(found.logs)]
+    first = diagnose(Case(log=read_lines(logs)))[0]  # what `holmes doctor` says first of all logs together
+    assert first.id == "first-failure", first
+    assert re.match(rf"rank {rank} \(", first.seen), first
 
 
 @pytest.mark.parametrize(
