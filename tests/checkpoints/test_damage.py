@@ -144,6 +144,11 @@ def one(saved: Path, which: int, how: tuple[str, int, int]) -> None:
         except HolmesError as error:
             told = str(error)
         assert str(path) in told or same(found, values()), f"other values, or no clear word: {told}"
+        assert "\ndo: " in told or not told
+        skipped: list[str] = []
+        newest = latest_checkpoint(saved, say=skipped.append)  # it never raises; one of the two is whole
+        assert newest is not None
+        assert newest != path or same(found, values())
     finally:
         file.write_bytes(before)
 
