@@ -434,13 +434,13 @@ class Engine:
     ) -> tuple[Tensor, Boundary | None]:
         run = self._pass
         assert run is not None
-        torch.manual_seed(rng.seed_of(*run.seeds, index))
+        rng.seed(rng.seed_of(*run.seeds, index), self.device)
 
         def step() -> Any:
             return run.step(run.batches[index], index)
 
         def enter() -> None:
-            torch.manual_seed(rng.seed_of(*run.seeds, index, 1 + window.stage))
+            rng.seed(rng.seed_of(*run.seeds, index, 1 + window.stage), self.device)
 
         if self.interceptor is None:
             result = step()

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["fork", "seed_of"]
+__all__ = ["fork", "seed", "seed_of"]
 
 _MASK = (1 << 63) - 1
 
@@ -26,6 +26,17 @@ def seed_of(*parts: int) -> int:
         state = (state ^ (state >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
         state ^= state >> 31
     return state & _MASK
+
+
+def seed(value: int, device: torch.device) -> None:
+    """Seed what draws on the CPU and on `device`, as ``torch.manual_seed``.
+
+    That function also tells backends that do not exist, each with a stack trace: 1.4 ms of every micro-batch on a CPU.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(value)
+    else:
+        torch.manual_seed(value)
 
 
 @contextmanager
