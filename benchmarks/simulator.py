@@ -2,11 +2,12 @@
 """How good predictions are: layouts predicted from `holmes probe`, then run in a lab and measured.
 
     sudo .venv/bin/python benchmarks/simulator.py [--layouts NAME ...] [--steps 5] [--json FILE] [--out FILE]
+    .venv/bin/python benchmarks/simulator.py --from FILE ... --out benchmarks/simulator.md
 
 The model is a GPT of 27 M parameters; hosts have one rank each, and CPU quotas that leave part of the machine free, so
 that other programs disturb less. Each setting is a lab of its own: it is probed once, each layout's step time and
 memory are predicted from that, and then each layout trains in it. Step time is the median after warm-up; memory
-is each rank's peak resident set after warm-up.
+is each rank's peak resident set after warm-up. Several shorter runs can be put together into one page (--from).
 """
 
 from __future__ import annotations
@@ -47,6 +48,10 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp4, gpipe": ("two clusters", {"pp": 4, "num_microbatches": 4, "schedule": "gpipe"}),
     "pp2 dp2, recompute": ("two clusters", {"pp": 2, "num_microbatches": 4, "recompute": True}),
     "pp2 dp2, embedding first": ("two clusters", {"pp": 2, "num_microbatches": 4, "embedding": "first"}),
+    "pp2 dp2, sharding none": ("two clusters", {"pp": 2, "num_microbatches": 4, "sharding": "none"}),
+    "pp2 dp2, zbv": ("two clusters", {"pp": 2, "num_microbatches": 4, "schedule": "zbv"}),
+    "pp4, interleaved": ("two clusters", {"pp": 4, "num_microbatches": 8, "schedule": "interleaved_1f1b"}),
+    "pp4, interleaved_zb": ("two clusters", {"pp": 4, "num_microbatches": 8, "schedule": "interleaved_zb"}),
     "slowed, equal": ("b slowed to half", {"pp": 2, "num_microbatches": 4, "partition": "equal"}),
     "slowed, as planned": ("b slowed to half", {"pp": 2, "num_microbatches": 4}),
 }
@@ -152,25 +157,59 @@ def _first_in_line(lab: Any) -> None:
             (group / "cpu.shares").write_text("200000")
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """Return the rows of benchmarks/simulator.md."""
-    lines = [
-        "| layout | blocks | s/step measured (quartiles) | predicted | off by | samples/s | peak MiB per rank: "
-        "measured | predicted |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+_ABOUT = """\
+Written by [simulator.py](simulator.py): it probes a lab, predicts each layout's step from that (the job does it by
+itself, with `probe: FILE`), and trains. A GPT of 27.4 M parameters, float32, AdamW, each replica's batch {batch}
+tokens; four hosts with one rank each in two clusters, fabrics 2.5 Gbit/s, Ethernet between them 100 Mbit/s, 0.36 cores
+per host; in "slowed" 0.48 in one cluster and 0.24 in the other. 1F1B where nothing else is said; medians after warm-up,
+one run of each layout."""
+
+
+def page(found: dict[str, dict[str, Any]], where: str) -> str:
+    """Return benchmarks/simulator.md."""
+    rows = [
+        "| layout | blocks | s/step measured (quartiles) | predicted | off by | after the pipeline: measured | "
+        "predicted | peak MiB per rank: measured | predicted | off by |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
+    times, sizes = [], []
     for name, one in found.items():
-        if "steps" not in one:
-            continue
         low, middle, high = statistics.quantiles(one["steps"], n=4)
         p = one["prediction"]
+        ending = middle - statistics.median(one["pipelines"])
+        off = p["step_seconds"] / middle - 1
+        each = [thought / peak - 1 for thought, peak in zip(p["memory_bytes"], one["peaks"], strict=True)]
+        worst = max(each, key=abs)
+        times.append(off)
+        sizes.append(worst)
         mib = [", ".join(f"{value / 2**20:.0f}" for value in values) for values in (one["peaks"], p["memory_bytes"])]
-        lines.append(
+        rows.append(
             f"| {name} | {'+'.join(map(str, one['layers']))} | {middle:.2f} ({low:.2f} - {high:.2f}) | "
-            f"{p['step_seconds']:.2f} | {p['step_seconds'] / middle - 1:+.1%} | {one['samples'] / middle:.2f} | "
-            f"{mib[0]} | {mib[1]} |"
+            f"{p['step_seconds']:.2f} | {off:+.1%} | {ending:.2f} | {p['step_seconds'] - p['pipeline_seconds']:.2f} | "
+            f"{mib[0]} | {mib[1]} | {worst:+.1%} |"
         )
-    return "\n".join(lines) + "\n"
+    found_times, found_sizes = (
+        f"median {statistics.median(map(abs, values)):.1%}, worst {max(values, key=abs):+.1%}"
+        for values in (times, sizes)
+    )
+    parts = (
+        "# Predictions against runs",
+        _ABOUT.format(batch=f"{REPLICA_BATCH} x {LENGTH}"),
+        f"{where}",
+        f"**Step time** is off by: {found_times}. **Memory** (the worst rank of each layout; peak resident set after "
+        f"warm-up): {found_sizes}.",
+        "\n".join(rows),
+        '"After the pipeline": gradients, optimizer, parameters handed out, and waiting for other ranks.\n\n'
+        "Command: `sudo .venv/bin/python benchmarks/simulator.py --out benchmarks/simulator.md` (about 15 minutes).",
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _where() -> str:
+    return (
+        f"torch {version('torch')}, transformers {version('transformers')}, Python {platform.python_version()}, "
+        f"Linux {platform.release()}, {os.cpu_count()} cores; load average at the end {os.getloadavg()[0]:.1f}."
+    )
 
 
 def main() -> None:
@@ -178,26 +217,32 @@ def main() -> None:
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), metavar="NAME")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--json", metavar="FILE", help="write everything that was measured")
-    parser.add_argument("--out", metavar="FILE", help="write the table")
+    parser.add_argument("--out", metavar="FILE", help="write the page")
+    parser.add_argument(
+        "--from", dest="runs", nargs="+", metavar="FILE", help="what --json has written; nothing is run"
+    )
     parser.add_argument("--be", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.be:
         train(args.steps, args.out)
         return
     found: dict[str, dict[str, Any]] = {}
+    where = _where()
+    for file in args.runs or ():
+        earlier = json.loads(Path(file).read_text())
+        where = earlier.pop("where")
+        found |= earlier
     with tempfile.TemporaryDirectory(prefix="holmes-sim-") as folder:
-        for setting in SETTINGS:
+        for setting in () if args.runs else SETTINGS:
             names = [name for name in args.layouts if LAYOUTS[name][0] == setting]
             if names:
                 found |= measure(setting, names, args.steps, Path(folder))
-    text = table(found)
-    text += (
-        f"\ntorch {version('torch')}, transformers {version('transformers')}, Python {platform.python_version()}; load "
-    )
-    text += f"average at the end {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores.\n"
-    print(text)
+                where = _where()
     if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
+        Path(args.json).write_text(json.dumps({"where": where, **found}, indent=1))
+    layouts = {name: one for name, one in found.items() if name in LAYOUTS}
+    text = page({name: layouts[name] for name in LAYOUTS if name in layouts}, where)
+    print(text)
     if args.out:
         Path(args.out).write_text(text)
 

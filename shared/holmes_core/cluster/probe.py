@@ -67,7 +67,7 @@ class RankSpeed(Value):
         head_forward: Seconds per sample of what surrounds the blocks: embedding, head, loss.
         head_backward: The same of its backward pass.
         head_fixed: Seconds of that backward pass that do not depend on the number of samples.
-        around: Seconds of a forward pass outside of the blocks that do not depend on the number of samples: masks,
+        around: Seconds of a forward pass of that micro-batch outside of blocks, head and loss: embedding, masks,
             positions, the model's own Python. Every stage of a pipeline has them.
         optimizer: Seconds of an AdamW step per parameter.
         copied: Seconds to copy a byte of gradients or parameters in memory.

@@ -137,7 +137,7 @@ class Measured(Value):
         head_forward: Seconds per sample of embedding, head and loss.
         head_backward: The same of their backward pass.
         head_fixed: Seconds of that backward pass besides, however small the micro-batch.
-        around: Seconds of a forward pass outside of the blocks, however small the micro-batch, on every stage.
+        around: Seconds of a forward pass outside of blocks, head and loss, on every stage.
         optimizer: Seconds of an optimizer step per parameter; 0: worked out from the memory's bandwidth.
         copied: Seconds to copy a byte of gradients or parameters in memory.
         host_factors: How many times as long each host takes; empty: all alike.

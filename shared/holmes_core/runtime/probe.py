@@ -130,10 +130,11 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
             return lambda: copy(input_ids=ids, labels=ids).loss
 
         many = _times(run(samples), blocks, sync)
+        around = min(many[2], _around(copy, blocks, torch.randint(0, words, (samples, seq), device=device), sync))
         one = _times(run(1), blocks, sync) if samples > 1 else many
         optimizer = _optimizer_seconds(blocks[-1], sync)
         copied = _copy_seconds(blocks[-1], sync)
-    forward, backward, before, after = (_line(a, b, samples) for a, b in zip(one, many, strict=True))
+    forward, backward, _, after = (_line(a, b, samples) for a, b in zip(one, many, strict=True))
     return RankSpeed(
         rank=0,
         host="",
@@ -142,10 +143,10 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         backward=backward[0],
         forward_fixed=forward[1],
         backward_fixed=backward[1],
-        head_forward=before[0] * vocabulary,
+        head_forward=(many[2] - around) * vocabulary / samples,
         head_backward=after[0] * vocabulary,
         head_fixed=after[1] * vocabulary,
-        around=before[1],
+        around=around,
         optimizer=optimizer,
         copied=copied,
     )
@@ -277,6 +278,43 @@ def _optimizer_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
             spent, count = spent + time.perf_counter() - begin, count + 1
         times.append(spent / count)
     return _undisturbed(times) / sum(p.numel() for p in params)
+
+
+def _around(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor, sync: Callable[[], None]) -> float:
+    """Seconds that a forward pass takes outside of the blocks, without head and loss: what every stage runs, too."""
+    body = getattr(model, "base_model", model)
+    if body is model:
+        return 0.0
+    began, inside = 0.0, 0.0
+
+    def enter(*_: Any) -> None:
+        nonlocal began
+        sync()
+        began = time.perf_counter()
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        sync()
+        inside += time.perf_counter() - began
+
+    handles = [
+        handle for b in blocks for handle in (b.register_forward_pre_hook(enter), b.register_forward_hook(leave))
+    ]
+    times: list[float] = []
+    try:
+        for _ in range(_WINDOWS):
+            spent, count, inside = 0.0, 0, 0.0
+            while spent < _WINDOW / 2:
+                sync()
+                begin = time.perf_counter()
+                body(input_ids=ids)
+                sync()
+                spent, count = spent + time.perf_counter() - begin, count + 1
+            times.append(max(0.0, spent - inside) / count)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return _undisturbed(times)
 
 
 @torch.no_grad()
