@@ -47,6 +47,7 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
     _feeds: Feeds = None  # type: ignore[assignment]
     _feeds_after: Any = None
     _meeting: Meeting = None  # type: ignore[assignment]
+    _looked = False  # for a checkpoint to go on from
 
     def _start(self, settings: Mapping[str, Any], weights_only: bool | None) -> None:
         self.config = HolmesConfig.load(kwargs=settings, env=os.environ)
@@ -130,7 +131,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
             self._failures.close()
         self._failures = FailureLog(rank=self.global_rank, place=f"host {host_name()}", watch=self._meeting.watch)
         self._failures.listen()
-        if self.config.resume == "auto" and module.trainer.training:
+        if self.config.resume == "auto" and module.trainer.training and not self._looked:
+            self._looked = True  # a second fit of this Trainer begins where the script says
             resume_by_itself(module.trainer)
         self._seed = share_random_state()
 

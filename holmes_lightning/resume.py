@@ -30,7 +30,7 @@ def resume_by_itself(trainer: Any) -> None:
 
     @functools.wraps(original)
     def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        del connector.resume_start  # once: what is fitted later begins where the script says
+        del connector.resume_start  # once
         return original(checkpoint_path or _newest(folders), *args, **kwargs)
 
     connector.resume_start = resume_start

@@ -38,6 +38,7 @@ def by_lightning(
     strategy: str = "holmes",
     precision: str = "32-true",
     during: str | None = None,
+    fits: int = 1,
     **trainer: Any,
 ) -> dict[str, Any]:
     """Train; save `during` the run at each step, and `save` after it."""
@@ -66,10 +67,14 @@ def by_lightning(
             "logger": False, **trainer,
         },
     )  # fmt: skip
-    made.fit(module, loader(), ckpt_path=resume)
+    done = []
+    for _ in range(fits):
+        made.fit(module, loader(), ckpt_path=resume)
+        done.append((losses[sum(len(one) for one, _ in done) :], made.global_step))
+        made.fit_loop.epoch_loop.max_steps += 1  # for the next fit
     if save:
         made.save_checkpoint(save)
-    return {"losses": losses, "step": made.global_step}
+    return {"losses": losses, "step": made.global_step, "fits": done}
 
 
 def from_hub_folder(context: Context, *, folder: str, save: str) -> None:
@@ -113,16 +118,18 @@ def kept(context: Context, *, folder: str) -> list[list[str]]:
 
 
 def unchanged(
-    context: Context, *, folder: str | None, steps: int, resume: str | None = None, logger: bool = False
+    context: Context, *, folder: str | None, steps: int, resume: str | None = None, logger: bool = False, fits: int = 1
 ) -> list[tuple[int, int]]:
-    """A script that saves each step and does not say where to go on: steps done, and reached."""
+    """A script that saves each step and does not say where to go on: steps done and reached by each fit."""
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.loggers import CSVLogger
 
     callback = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
     more = {"logger": CSVLogger(context.out)} if logger else {}
-    result = by_lightning(context, steps=steps, resume=resume, callbacks=[callback], enable_checkpointing=True, **more)
-    return [(len(result["losses"]), result["step"])]
+    result = by_lightning(
+        context, steps=steps, resume=resume, callbacks=[callback], enable_checkpointing=True, fits=fits, **more
+    )
+    return [(len(losses), step) for losses, step in result["fits"]]
 
 
 def by_accelerate(

@@ -30,12 +30,14 @@ def test_goes_on_from_the_newest_whole_checkpoint(farm: Farm, tmp_path: Path, ki
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
-    again = fit(farm, config, saved, 4)
-    assert again.values == [[(2, 4)]] * 2
+    again = fit(farm, config, saved, 4, fits=2)  # the second fit of a Trainer goes on from the first
+    assert again.values == [[(2, 4), (1, 5)]] * 2
+    assert again.logs[0].count("resume auto: goes on from") == 1
     assert f"goes on from {saved / 'step=2.ckpt'}" in again.logs[0]
     assert f"skipping checkpoint {newest}" in again.logs[0]
 
 
+@pytest.mark.slow
 def test_what_the_script_says_comes_first(farm: Farm, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     assert fit(farm, {**PP2, "resume": False}, saved, 2).values == [[(2, 2)]] * 2  # yaml reads off as false
