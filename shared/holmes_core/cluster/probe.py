@@ -13,9 +13,11 @@ import os
 import socket
 import statistics
 import struct
+import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -26,6 +28,7 @@ from holmes_core.cluster.value import Value
 from holmes_core.errors import HolmesError
 
 __all__ = [
+    "MESSAGE",
     "LinkRate",
     "Pair",
     "ProbeResult",
@@ -43,8 +46,15 @@ __all__ = [
 #: Seconds for which one pair sends; the first part of it fills buffers and token buckets and does not count.
 SEND_SECONDS = 0.5
 _SKIP = 0.3
-_PINGS = 15
+#: Messages that go there and back, and seconds after which no more are sent.
+_PINGS, _PING_SECONDS = 15, 0.6
+_FEWEST_PINGS = 3
+#: Seconds between them, uneven: a processor quota comes in slices, and messages are to meet all parts of a slice.
+_PAUSES = (0.007, 0.019, 0.013, 0.003, 0.011)
+#: Bytes of such a message, where nobody says.
+MESSAGE = 1 << 16
 _CHUNK = 1 << 18
+_LEAST_LATENCY = 5e-6  # where noise leaves less than nothing
 _SHOWN = 8
 
 
@@ -127,7 +137,9 @@ class LinkRate(Value):
     Args:
         pair: Who.
         gbits: Gbit/s of payload, one way, while the other pairs of the round send, too.
-        latency: Seconds one way: half of a round trip.
+        latency: Seconds one way besides what the rate accounts for: half of a round trip of a message of the size of
+            an activation, while both ranks compute. (Where processors are short, a message waits until its receiver may
+            run again.)
         problem: Why nothing was measured; empty if it was.
     """
 
@@ -242,7 +254,14 @@ def listen() -> socket.socket:
 
 
 def measure_links(
-    store: Store, pairs: Sequence[Pair], *, rank: int, server: socket.socket, ports: Sequence[int], timeout: float
+    store: Store,
+    pairs: Sequence[Pair],
+    *,
+    rank: int,
+    server: socket.socket,
+    ports: Sequence[int],
+    timeout: float,
+    message: int = MESSAGE,
 ) -> dict[int, LinkRate]:
     """Measure the pairs this rank receives for, round by round. Collective over the ranks of `pairs`.
 
@@ -253,6 +272,7 @@ def measure_links(
         server: Its listening socket.
         ports: Port of each rank's listening socket.
         timeout: Longest wait for a round, in seconds.
+        message: Bytes of the messages whose way is timed: an activation of the job, the same on every rank.
 
     Returns:
         Position in `pairs` -> what was measured, where this rank is the receiver.
@@ -267,10 +287,10 @@ def measure_links(
             if rank == pair.sender == pair.receiver:
                 continue
             if rank == pair.receiver:
-                found[index] = _receive(server, pair, index, timeout)
+                found[index] = _receive(server, pair, index, timeout, message)
                 store.set(f"pair/{index}", "done")
             elif rank == pair.sender:
-                _send(pair, index, ports[pair.receiver], timeout)
+                _send(pair, index, ports[pair.receiver], timeout, message)
         keys = [f"pair/{index}" for index in members]
         try:
             store.wait(keys, timedelta(seconds=timeout))
@@ -297,27 +317,32 @@ def _round_failed(
     )
 
 
-_HEADER = struct.Struct("!8sI")
-_MAGIC = b"hlmsprb1"
+_HEADER = struct.Struct("!8sIQ")
+_MAGIC = b"hlmsprb2"
 
 
-def _send(pair: Pair, index: int, port: int, timeout: float) -> None:
-    """Ping, then send for a while. What goes wrong shows at the receiver."""
+def _send(pair: Pair, index: int, port: int, timeout: float, message: int) -> None:
+    """Send messages there and back, then send for a while. What goes wrong shows at the receiver."""
     with suppress(OSError):
         source = (pair.addresses[0], 0) if pair.addresses[0] else None
         target = pair.addresses[-1] or "127.0.0.1"
         with socket.create_connection((target, port), timeout=timeout, source_address=source) as wire:
             wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            wire.sendall(_HEADER.pack(_MAGIC, index, message))
+            trips: list[float] = []
+            payload = bytes(message)
+            end = time.perf_counter() + _PING_SECONDS
+            with _computing():
+                while len(trips) < _FEWEST_PINGS or (len(trips) < _PINGS and time.perf_counter() < end):
+                    time.sleep(_PAUSES[len(trips) % len(_PAUSES)])
+                    start = time.perf_counter()
+                    wire.sendall(b"p")
+                    wire.sendall(payload)
+                    _exactly(wire, message)
+                    trips.append(time.perf_counter() - start)
+            wire.sendall(b"e" + struct.pack("!d", statistics.mean(trips) / 2))
             # Do not fill buffers that a slow link would take seconds to empty.
             wire.setsockopt(socket.IPPROTO_TCP, 25, 2 * _CHUNK)  # TCP_NOTSENT_LOWAT of Linux; Python 3.12 names it
-            wire.sendall(_HEADER.pack(_MAGIC, index))
-            trips = []
-            for _ in range(_PINGS):
-                start = time.perf_counter()
-                wire.sendall(b"p")
-                _exactly(wire, 1)
-                trips.append(time.perf_counter() - start)
-            wire.sendall(struct.pack("!d", statistics.median(trips) / 2))
             chunk = bytes(_CHUNK)
             end = time.perf_counter() + SEND_SECONDS
             while time.perf_counter() < end:
@@ -326,7 +351,7 @@ def _send(pair: Pair, index: int, port: int, timeout: float) -> None:
             wire.recv(1)  # until the receiver has all
 
 
-def _receive(server: socket.socket, pair: Pair, index: int, timeout: float) -> LinkRate:
+def _receive(server: socket.socket, pair: Pair, index: int, timeout: float, message: int) -> LinkRate:
     # The sender has the whole timeout for its connection; whoever else calls is sent away.
     deadline = time.monotonic() + timeout * 0.8
     try:
@@ -335,17 +360,37 @@ def _receive(server: socket.socket, pair: Pair, index: int, timeout: float) -> L
             wire, _ = server.accept()
             with wire:
                 wire.settimeout(max(0.01, deadline - time.monotonic()))
-                if _exactly(wire, _HEADER.size) != _HEADER.pack(_MAGIC, index):
+                if _exactly(wire, _HEADER.size) != _HEADER.pack(_MAGIC, index, message):
                     continue
                 wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                for _ in range(_PINGS):
-                    _exactly(wire, 1)
-                    wire.sendall(b"p")
-                (latency,) = struct.unpack("!d", _exactly(wire, 8))
-                return LinkRate(pair=pair, gbits=_rate(wire) * 8 / 1e9, latency=latency)
+                with _computing():
+                    while _exactly(wire, 1) == b"p":
+                        wire.sendall(_exactly(wire, message))
+                (one_way,) = struct.unpack("!d", _exactly(wire, 8))
+                rate = _rate(wire)
+                return LinkRate(pair=pair, gbits=rate * 8 / 1e9, latency=max(_LEAST_LATENCY, one_way - message / rate))
     except OSError as error:
         why = "no answer" if isinstance(error, TimeoutError) else (error.strerror or str(error))
         return LinkRate(pair=pair, problem=why)
+
+
+@contextmanager
+def _computing() -> Iterator[None]:
+    """Keep this process busy, as training does, while it waits for messages."""
+    stop = threading.Event()
+
+    def work() -> None:
+        block = bytes(1 << 20)
+        while not stop.is_set():
+            zlib.crc32(block)  # other threads of the process may run meanwhile
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 def _rate(wire: socket.socket) -> float:
@@ -365,13 +410,13 @@ def _rate(wire: socket.socket) -> float:
 
 
 def _exactly(wire: socket.socket, count: int) -> bytes:
-    found = b""
+    found = bytearray()
     while len(found) < count:
         part = wire.recv(count - len(found))
         if not part:
             raise OSError("the connection was closed")
         found += part
-    return found
+    return bytes(found)
 
 
 def cache_path(key: str, env: Mapping[str, str] | None = None) -> Path:

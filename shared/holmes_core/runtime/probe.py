@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from holmes_core.cluster.exchange import say
 from holmes_core.cluster.limits import available_memory, cpu_cores, resident_bytes
 from holmes_core.cluster.probe import (
+    MESSAGE,
     LinkRate,
     ProbeResult,
     RankSpeed,
@@ -49,6 +50,7 @@ _WINDOWS = 8
 _LONGEST = 2.0  # seconds for one size of micro-batch
 _SMALL_VOCABULARY, _BLOCKS = 8192, 4
 _MOST_SAMPLES = 8
+_LARGEST_MESSAGE = 1 << 22
 _USABLE = 0.92  # of a GPU's memory, before fragmentation makes an allocation fail
 
 
@@ -446,7 +448,9 @@ def run_probe(
             )
         say(store, rank=rank, text=f"host {host}: measuring links")
         ports = [one["port"] for one in reports]
-        mine = measure_links(store, pairs, rank=rank, server=server, ports=ports, timeout=waits.measure / 2)
+        mine = measure_links(
+            store, pairs, rank=rank, server=server, ports=ports, timeout=waits.measure / 2, message=block["message"]
+        )
         links = gather(
             store, "links", json.dumps({index: link.to_json() for index, link in mine.items()}),
             rank=rank, world_size=world, timeout=waits.measure, doing="measuring links",
@@ -505,7 +509,9 @@ def _block_of(root: nn.Module, samples: int, seq: int, hint: StepHint) -> dict[s
     kind = type(found[1]).__name__ if found else type(root).__name__
     words = 0 if found is None else int(getattr(found[1].config.get_text_config(), "vocab_size", 0))  # type: ignore[union-attr, operator]
     name = f"{type(chain.blocks[-1]).__name__} of {kind}, {samples} x {seq} tokens"
-    return {"name": name, "shapes": shapes, "words": words, "precision": str(hint.autocast)}
+    hidden = 0 if found is None else int(getattr(found[1].config.get_text_config(), "hidden_size", 0))  # type: ignore[union-attr, operator]
+    message = min(_LARGEST_MESSAGE, samples * seq * hidden * 4) or MESSAGE  # an activation in float32
+    return {"name": name, "shapes": shapes, "words": words, "precision": str(hint.autocast), "message": message}
 
 
 def _versions() -> list[str]:
