@@ -162,6 +162,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
             before=before,
             compute=self._autocast,
             guard=self._named_failures,
+            completes=lambda: self.sync_gradients,
         )
         if self.native_amp:
             mode.half_precision()

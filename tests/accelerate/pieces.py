@@ -80,6 +80,43 @@ def losses(context: Context) -> dict[str, Any]:
     return norms
 
 
+def ahead(context: Context) -> dict[str, Any]:
+    """Each habit for a few steps: gradients as they are when the optimizer has stepped, and the buckets that left early
+    by the end of each call."""
+    found: dict[str, Any] = {}
+    for habit in ("plain", "accumulate", "scaled", "zero_first", "zeroed_in_place", "dropped", "changed", "by_hand"):
+        accelerator = Accelerator(gradient_accumulation_steps=2 if habit == "accumulate" else 1)
+        accelerator.gradient_accumulation_steps = 2 if habit == "accumulate" else 1  # settings outlive an Accelerator
+        accelerator, model, optimizer, loader = prepare(accelerator, rows=48)
+        parallel = model._holmes_call_mode.engine.gradients.data_parallel
+        early: list[int] = []
+        for index, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                early.append(parallel._launched)
+                if habit == "scaled":
+                    loss = loss * (1.0 + index + accelerator.process_index)
+                if habit == "zero_first":
+                    optimizer.zero_grad()
+                if habit == "zeroed_in_place":
+                    optimizer.zero_grad(set_to_none=False)
+                if habit == "dropped" and index == 2:
+                    continue
+                accelerator.backward(loss)
+                if habit == "changed" and index > 1:
+                    for param in model.parameters():
+                        if param.grad is not None:
+                            param.grad *= 0.5
+                if habit == "by_hand" and index % 2 == 0:
+                    continue
+                optimizer.step()
+                if not habit.startswith("zero"):
+                    optimizer.zero_grad()
+        found[habit] = {"early": early, "weights": accelerator.get_state_dict(model)}
+        accelerator.free_memory()
+    return found if context.rank == 0 else {name: run["early"] for name, run in found.items()}
+
+
 def log_probabilities(context: Context) -> dict[str, Any]:
     """A trainer that gives labels, asks for their log-probabilities and makes the loss of them itself, as TRL does."""
     from transformers import GPT2Config, GPT2LMHeadModel

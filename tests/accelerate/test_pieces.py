@@ -32,6 +32,26 @@ def test_what_scripts_do_with_losses(farm: Farm, config: dict[str, Any]) -> None
     assert expected["quarter"] == pytest.approx(expected["plain"] / 4, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    "config", [{"dp": 2}, pytest.param({**PP2, "dp": 2}, marks=pytest.mark.slow)], ids=["replicas", "of-stages"]
+)
+def test_gradients_that_leave_during_the_backward(farm: Farm, config: dict[str, Any]) -> None:
+    """They do where it can be known that the step is complete, and whatever a script does, nothing changes."""
+    found, *others = on_ranks(farm, "ahead", config)
+    expected, *_ = on_ranks(farm, "ahead", {**config, "overlap": False})
+    for habit, run in expected.items():
+        assert run["early"] == [0] * 6
+        for name, value in run["weights"].items():
+            torch.testing.assert_close(found[habit]["weights"][name], value, rtol=0, atol=1e-6, msg=f"{habit} {name}")
+    early = {habit: [count > 0 for count in run["early"]] for habit, run in found.items()}
+    # The first step shows what a loss is multiplied by; after one wrong guess there is none any more.
+    assert early["plain"] == early["zero_first"] == [False] + [True] * 5
+    assert early["accumulate"] == [False, True] * 3
+    assert early["scaled"] == early["zeroed_in_place"] == [False, True] + [False] * 4
+    assert early["by_hand"] == early["changed"] == early["dropped"] == [False, True, True] + [False] * 3
+    assert all([count > 0 for count in run[habit]] == early[habit] for run in others for habit in early)
+
+
 def test_a_trainer_that_asks_for_log_probabilities(farm: Farm) -> None:
     expected = alone(farm, "log_probabilities")
     for found in on_ranks(farm, "log_probabilities"):

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from holmes_core.errors import HolmesError
 from holmes_core.runtime import state
+from holmes_core.runtime.call_mode_ahead import Ahead, OneCall
 from holmes_core.runtime.call_mode_graph import OpenForward
 from holmes_core.runtime.call_mode_outputs import LossOutput, broadcast, first_loss, pack, unpack
 from holmes_core.runtime.engine import Engine
@@ -62,6 +63,8 @@ class CallMode:
         before: The module's parameters before the split (`named_parameter_slots`).
         compute: Returns the context of a forward (autocast).
         guard: Returns the context around everything that talks to other ranks (names who failed first).
+        completes: Tells whether the training call that begins now is the last of an optimizer step; its gradients are
+            then summed over replicas while its backward still runs (`call_mode_ahead`).
     """
 
     def __init__(
@@ -71,10 +74,12 @@ class CallMode:
         before: Mapping[str, nn.Parameter] | None = None,
         compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
         guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        completes: Callable[[], bool] = lambda: False,
     ) -> None:
         self.engine = engine
         engine.loss_per_replica = True
         self._compute, self._guard = compute, guard
+        self._ahead = Ahead(engine, completes)
         self.dp, self.replica = engine.plan.layout.dp, engine.place.dp
         self._rules = {False: engine.loss_rule, True: LossRule("items")}
         self._returns_loss: dict[Any, bool] = {}
@@ -174,24 +179,22 @@ class CallMode:
             return output if loss is None else loss.float()
 
         params = list(engine.gradients.params.values())
-        earlier = [(param, param.grad) for param in params]
-        for param in params:
-            param.grad = None
+        guess = self._ahead.begin()
+        call = OneCall(params, replicas=self.dp, guess=guess, onto=self._pending)
         try:
-            result = engine.train(step, batch)
-            mine = [(param, param.grad) for param in params if param.grad is not None]
+            result = engine.train(step, batch, scale=call.scale, completes=guess is not None)
         finally:
-            for param, grad in earlier:
-                param.grad = grad
+            call.end()
         told = (float(result.loss), kind[0]) if result.loss is not None else None
         value, how = share(told, source=engine.last_rank, group=engine.groups.replica)
         apply: Any = _Loss.apply
-        loss = apply(self._anchor, torch.tensor(value, device=engine.device), _Gradients(self, mine))
+        loss = apply(self._anchor, torch.tensor(value, device=engine.device), _Gradients(self, call))
         if how == "mapping":
             return LossOutput(loss=loss)
         return (loss,) if how in ("tuple", "list") else loss
 
     def _open(self, batch: dict[str, Any], *, whole: bool = False) -> Any:
+        self._ahead.another()
         held = OpenForward(self.engine, lambda b, _: self._run(b), batch, whole=whole)
         packed, tensors = broadcast(self.engine, held.packed, held.tensors)
         floating = [i for i, t in enumerate(tensors) if t.is_floating_point()]
@@ -243,6 +246,12 @@ class CallMode:
         params = self.engine.gradients.params.values()
         self._versions = {p: p.grad._version for p in params if p.grad is not None}
 
+    def commit(self, call: OneCall, grad: float) -> None:
+        """Add a call's gradients to ``param.grad``; `grad` is the gradient of its loss."""
+        right = call.commit(grad)
+        self.mark_backward()
+        self._ahead.committed(grad, right=right, params=list(self.engine.gradients.params.values()))
+
     def reduce(self) -> None:
         """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
         if self._pending:
@@ -256,6 +265,7 @@ class CallMode:
                     stacklevel=2,
                 )
             with self._guard():
+                self._ahead.settle()
                 self.engine.reduce_gradients()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -394,29 +404,21 @@ class CallMode:
 class _Gradients:
     """The gradients of one training call, until its loss is differentiated."""
 
-    def __init__(self, mode: CallMode, mine: list[tuple[nn.Parameter, Tensor]]) -> None:
+    def __init__(self, mode: CallMode, call: OneCall) -> None:
         self._mode = mode
-        self._mine: list[tuple[nn.Parameter, Tensor]] | None = mine
+        self._call: OneCall | None = call
 
     def commit(self, grad: Tensor) -> None:
         """Add them to ``param.grad``, times the gradient of the call's loss."""
-        if self._mine is None:
+        if self._call is None:
             raise HolmesError(
                 seen="backward of one training call for the second time",
                 where="loss.backward()",
                 means="the gradients of a call are handed out once",
                 do="call the model again, or add losses before one backward",
             )
-        mine, self._mine = self._mine, None
-        factor = grad.detach().float() / self._mode.dp
-        if mine and (factor.is_cuda or float(factor) != 1.0):
-            torch._foreach_mul_([g for _, g in mine], factor)
-        for param, new in mine:
-            if param.grad is None:
-                param.grad = new
-            else:
-                param.grad.add_(new)
-        self._mode.mark_backward()
+        call, self._call = self._call, None
+        self._mode.commit(call, float(grad))
 
 
 class _Loss(torch.autograd.Function):
@@ -445,6 +447,7 @@ class _Outputs(torch.autograd.Function):
         by_index: list[Tensor | None] = [None] * count
         for index, grad in zip(floating, grads, strict=True):
             by_index[index] = None if grad is None else grad / mode.dp
+        mode._ahead.another()
         with mode._guard():
             held.backward(by_index)
         mode.mark_backward()

@@ -203,6 +203,15 @@ class DataParallel:
         for bucket in self._buckets:
             self._finish(bucket)
 
+    def discard(self) -> None:
+        """Throw away what left early: gradients are not what `expect` was told. All ranks of the group do so."""
+        for bucket in self._buckets:
+            for work in bucket.works:
+                work.wait()
+            bucket.works.clear()
+            bucket.sums.clear()
+        self._launched, self._expecting, self._completing = 0, None, None
+
     # ---- one bucket ----------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
