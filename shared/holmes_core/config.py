@@ -54,7 +54,7 @@ _CHOICES = {
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
     "embedding": ("auto", "first", "last"),
-    "wire_dtype": ("same", "compute"),
+    "wire_dtype": ("same", "compute", "int8"),
     "checkpoint": ("single", "sharded"),
     "partition": ("auto", "equal", "paper"),
     "resume": ("auto", "off"),
@@ -103,7 +103,8 @@ class HolmesConfig(Value):
 
     wire_dtype: str = "same"
     """Dtype of activations and their gradients between clusters: ``same`` as in the model, which leaves all numbers as
-    they are, or that of the ``compute`` under mixed precision: half the bytes, rounded once more."""
+    they are, or that of the ``compute`` under mixed precision: half the bytes, rounded once more; or ``int8``, a quarter
+    of float32's bytes, with a scale for every 256 elements: the loss falls a little differently, see slow-link.md."""
 
     defer_weights: bool = False
     """Whether 1f1b puts off the weights' part of its first and last backward passes, to be idle less at the start and

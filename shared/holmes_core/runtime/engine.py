@@ -245,7 +245,7 @@ class Engine:
         if topology.cluster_index(peer) == topology.cluster_index(self.rank):
             return WHOLE
         shared = self.groups.tp if self.plan.layout.tp > 1 else None
-        return Wire(group=shared, compute_dtype=self.config.wire_dtype == "compute")
+        return Wire(group=shared, form=self.config.wire_dtype)
 
     @contextmanager
     def _backward_context(self, stage: int) -> Iterator[None]:
@@ -387,7 +387,7 @@ class Engine:
                             self._ahead(),
                             split=self.config.defer_weights,
                         )
-                    run_schedule(self._schedules[n])
+                    run_schedule(self._schedules[n], early=all(stage.knows_shapes for stage in self.stages))
                 else:
                     self._forward_only(n)
             for stage in self.stages:
@@ -407,17 +407,26 @@ class Engine:
     def _forward_only(self, n: int) -> None:
         local = {stage.stage_index: stage for stage in self.stages}
         sends: list[Any] = []
+
+        def post(stage: HolmesStage, index: int) -> list[Any]:
+            if stage.stage_index - 1 in local or index >= n:
+                return []
+            return [op.op(op.tensor, group=op.group, group_src=op.group_peer) for op in stage.get_fwd_recv_ops(index)]
+
         for stage in self.stages:
+            early = stage.knows_shapes
+            coming = post(stage, 0)
             for index in range(n):
-                if stage.stage_index - 1 not in local:
-                    for op in stage.get_fwd_recv_ops(index):
-                        op.op(op.tensor, group=op.group, group_src=op.group_peer).wait()
+                here, coming = coming, post(stage, index + 1) if early else []
+                for work in here:
+                    work.wait()
                 output = stage.forward_one_chunk(index)
                 if stage.stage_index + 1 in local:
                     local[stage.stage_index + 1].set_local_fwd_input(output, index)
                 else:
                     for op in stage.get_fwd_send_ops(index):
                         sends.append(op.op(op.tensor, group=op.group, group_dst=op.group_peer))
+                coming = coming or post(stage, index + 1)
         for work in sends:
             work.wait()
 

@@ -9,6 +9,7 @@ no such limit and gives the same numbers.
 from __future__ import annotations
 
 import logging
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ __all__ = [
     "embedding_on_last_order",
     "gpipe_order",
     "one_f_one_b_order",
+    "receive_early",
     "run_schedule",
 ]
 
@@ -43,6 +45,9 @@ SINGLE_STAGE = frozenset({"1f1b", "gpipe"})
 
 _F, _B = ComputationType.FORWARD, ComputationType.FULL_BACKWARD
 _I, _W = ComputationType.BACKWARD_INPUT, ComputationType.BACKWARD_WEIGHT
+_SENDS = (ComputationType.SEND_F, ComputationType.SEND_B)
+_RECEIVES = (ComputationType.RECV_F, ComputationType.RECV_B)
+_POSTED = 4  # activations that a rank makes room for before it needs them, per edge
 
 
 def one_f_one_b_order(num_stages: int, num_microbatches: int, ahead: Sequence[int] = ()) -> dict[int, list[Action]]:
@@ -223,8 +228,69 @@ def build_schedule(
     return cls(stages, n_microbatches=num_microbatches, loss_fn=None, scale_grads=False)
 
 
-def run_schedule(schedule: Any) -> None:
-    """Run one batch, forward and backward."""
+def receive_early(actions: Sequence[Action], rank_of: Mapping[int, int]) -> list[Action]:
+    """Post receives as soon as the receiver knows what will come, not where torch's lowering puts them.
+
+    A transfer begins when both of its ends are there. Torch posts many receives right before their use, when all of a
+    slow link's time is still to pass and nothing is left to compute meanwhile.
+
+    Args:
+        actions: One rank's computations, sends and receives, as torch lowered them.
+        rank_of: Stage to its pipeline rank.
+
+    Returns:
+        The same actions. Those that come over one edge keep their order, which is the order in which they are sent.
+        None is later than before. The gradient of an output is received from when that output exists; of activations
+        at most 4 per edge are waited for at once.
+    """
+    waiting: dict[tuple[int, ComputationType], deque[tuple[int, Action]]] = defaultdict(deque)
+    rest: list[Action] = []
+    for action in actions:
+        kind = action.computation_type
+        if kind in _RECEIVES:
+            source = rank_of[action.stage_index + (-1 if kind == ComputationType.RECV_F else 1)]
+            waiting[source, kind].append((len(rest), action))
+        else:
+            rest.append(action)
+    order: list[Action] = []
+    forwards: set[tuple[int, int | None]] = set()
+    posted: Counter[tuple[int, ComputationType]] = Counter()
+
+    def post(now: int) -> None:
+        sends = now < len(rest) and rest[now].computation_type in _SENDS  # the others wait for it
+        for edge, queue in waiting.items():
+            while queue:
+                latest, action = queue[0]
+                forward = edge[1] == ComputationType.RECV_F
+                known = posted[edge] < _POSTED if forward else (action.stage_index, action.microbatch_index) in forwards
+                if latest > now and (sends or not known):
+                    break
+                order.append(action)
+                posted[edge] += 1
+                queue.popleft()
+
+    for now, action in enumerate(rest):
+        post(now)
+        order.append(action)
+        for part in action.sub_actions or (action,):
+            if part.computation_type == _F:
+                forwards.add((part.stage_index, part.microbatch_index))
+                if part.stage_index:
+                    posted[rank_of[part.stage_index - 1], ComputationType.RECV_F] -= 1
+    return order
+
+
+def run_schedule(schedule: Any, *, early: bool) -> None:
+    """Run one batch, forward and backward.
+
+    Args:
+        schedule: From `build_schedule`.
+        early: Whether to `receive_early`; only where the shapes of all activations are known.
+    """
+    lists, rank = schedule.pipeline_order_with_comms, schedule.rank
+    if not hasattr(schedule, "_holmes_lists"):
+        schedule._holmes_lists = (lists[rank], receive_early(lists[rank], schedule.stage_index_to_group_rank))
+    lists[rank] = schedule._holmes_lists[early]
     n = schedule._n_microbatches
     level = SCHEDULE_LOGGER.level
     SCHEDULE_LOGGER.setLevel(logging.CRITICAL)  # on failure torch would print the whole table on every rank

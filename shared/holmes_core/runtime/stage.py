@@ -147,6 +147,11 @@ class HolmesStage(PipelineStage):
         """Forget the last batch (called by torch's schedules, too)."""
         self._clear()
 
+    @property
+    def knows_shapes(self) -> bool:
+        """Whether no activation of this batch needs to be described before it can be received."""
+        return self.forward_in is None or (not self.dynamic_shapes and all(key in self._in_known for key in self._keys))
+
     # ---- shapes ------------------------------------------------------------------------------------------------
     def _incoming(self, index: int) -> Boundary:
         key = self._keys[index]

@@ -9,8 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import _add_send_recv
 
-from holmes_core.runtime.schedule import defer_weights, embedding_on_last_order, gpipe_order, one_f_one_b_order
+from holmes_core.runtime.schedule import (
+    defer_weights,
+    embedding_on_last_order,
+    gpipe_order,
+    one_f_one_b_order,
+    receive_early,
+)
 from tests.core.runtime import pipeline_models as models
 from tests.models.pipeline import Workers, actions, assert_same
 
@@ -123,6 +130,91 @@ def test_gpipe_is_torchs(num_stages: int, n: int) -> None:
     order = gpipe_order({s: [s] for s in range(num_stages)}, n)
     for stage in range(num_stages):
         assert actions(order[stage]) == _executed(ScheduleGPipe, stage, num_stages, n)
+
+
+def _lower(order: dict[int, Any], rank_of: dict[int, int]) -> dict[int, list[Any]]:
+    copied = {rank: list(acts) for rank, acts in order.items()}
+    return _add_send_recv(copied, stage_to_rank=rank_of.__getitem__, num_stages=len(rank_of))
+
+
+def _end_with_links(lists: dict[int, list[Any]], rank_of: dict[int, int], cost: dict[str, int], link: int) -> int:
+    """Seconds that lists with sends and receives take, where a transfer begins when both of its ends are there."""
+    todo = {rank: list(acts) for rank, acts in lists.items()}
+    clock = dict.fromkeys(todo, 0)
+    sent: dict[Any, int] = {}
+    posted: dict[Any, int] = {}
+    done: dict[Any, int] = {}
+    busy: dict[Any, int] = {}
+    arrived: dict[Any, int] = {}
+    while any(todo.values()):
+        progress = False
+        for rank, acts in todo.items():
+            while acts:
+                stage, kind, i = acts[0].stage_index, acts[0].computation_type.value, acts[0].microbatch_index
+                if kind.startswith(("SEND", "RECV")):
+                    there = stage if kind[:4] == "RECV" else stage + (1 if kind[-1] == "F" else -1)
+                    (posted if kind[:4] == "RECV" else sent)[there, kind[-1], i] = clock[rank]
+                    message = (there, kind[-1], i)
+                    if message in sent and message in posted:
+                        edge = (rank_of[there], kind[-1])
+                        begin = max(sent[message], posted[message], busy.get(edge, 0))
+                        arrived[message] = busy[edge] = begin + link
+                else:
+                    before = {"F": stage - 1, "B": stage + 1, "I": stage + 1}.get(kind, -1)
+                    if 0 <= before < len(rank_of):
+                        way = "F" if kind == "F" else "B"
+                        known = done if rank_of[before] == rank else arrived
+                        message = (before if known is done else stage, way, i)
+                        if message not in known:
+                            break
+                        clock[rank] = max(clock[rank], known[message])
+                    clock[rank] += cost.get(f"{stage}{kind}", cost[kind])
+                    done[stage, "F" if kind == "F" else "B" if kind in "BI" else "W", i] = clock[rank]
+                acts.pop(0)
+                progress = True
+        assert progress, "the lists wait for each other"
+    return max(clock.values())
+
+
+LOWERED = {
+    "1f1b": (one_f_one_b_order(3, 6), {0: 0, 1: 1, 2: 2}),
+    "ahead": (one_f_one_b_order(2, 8, [1, 0]), {0: 0, 1: 1}),
+    "deferred": (embedding_on_last_order(2, 8, split=True), {0: 1, 1: 0, 2: 1}),
+    "gpipe, two stages per rank": (gpipe_order({0: [0, 2], 1: [1, 3]}, 6), {0: 0, 1: 1, 2: 0, 3: 1}),
+}
+
+
+@pytest.mark.parametrize("name", LOWERED)
+def test_receives_are_posted_early(name: str) -> None:
+    order, rank_of = LOWERED[name]
+    moved = 0
+    for acts in _lower(order, rank_of).values():
+        early = receive_early(acts, rank_of)
+        receives = [a for a in acts if a.computation_type.value.startswith("RECV")]
+        assert [a for a in early if a not in receives] == [a for a in acts if a not in receives]
+        for way, step in (("RECV_F", -1), ("RECV_B", 1)):
+            for peer in set(rank_of.values()):
+
+                def of_edge(a: Any, way: str = way, step: int = step, peer: int = peer) -> bool:
+                    return a.computation_type.value == way and rank_of[a.stage_index + step] == peer
+
+                assert [a for a in early if of_edge(a)] == [a for a in acts if of_edge(a)]
+        for receive in receives:
+            before = [a for a in early[: early.index(receive)] if a not in receives]
+            assert len(before) <= len([a for a in acts[: acts.index(receive)] if a not in receives])
+            moved += len(before) < len([a for a in acts[: acts.index(receive)] if a not in receives])
+            if receive.computation_type.value == "RECV_B":  # the shape of a gradient is that of the output
+                assert (receive.stage_index, "F", receive.microbatch_index) in actions(before)
+    assert moved
+
+
+def test_early_receives_hide_more_of_a_slow_link() -> None:
+    """Each transfer takes as long as a third of a forward; those at both ends of the step cannot be hidden."""
+    order, rank_of = LOWERED["deferred"]
+    cost = {"F": 20, "B": 40, "I": 24, "W": 18, "0F": 0, "0B": 0}
+    lists = _lower(order, rank_of)
+    early = {rank: receive_early(acts, rank_of) for rank, acts in lists.items()}
+    assert _end_with_links(early, rank_of, cost, link=6) < _end_with_links(lists, rank_of, cost, link=6)
 
 
 @pytest.fixture(scope="module")
