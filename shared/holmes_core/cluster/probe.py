@@ -79,6 +79,7 @@ class RankSpeed(Value):
         head_fixed: Seconds of that backward pass that do not depend on the number of samples.
         around: Seconds of a forward pass of that micro-batch outside of blocks, head and loss: embedding, masks,
             positions, the model's own Python. Every stage of a pipeline has them.
+        operation: Seconds of one small tensor operation, called from Python.
         optimizer: Seconds of an AdamW step per parameter.
         copied: Seconds to copy a byte of gradients or parameters in memory.
     """
@@ -98,6 +99,7 @@ class RankSpeed(Value):
     head_backward: float = 0.0
     head_fixed: float = 0.0
     around: float = 0.0
+    operation: float = 0.0
     optimizer: float = 0.0
     copied: float = 0.0
 

@@ -138,6 +138,7 @@ class Measured(Value):
         head_backward: The same of their backward pass.
         head_fixed: Seconds of that backward pass besides, however small the micro-batch.
         around: Seconds of a forward pass outside of blocks, head and loss, on every stage.
+        operation: Seconds of one small tensor operation, called from Python.
         optimizer: Seconds of an optimizer step per parameter; 0: worked out from the memory's bandwidth.
         copied: Seconds to copy a byte of gradients or parameters in memory.
         host_factors: How many times as long each host takes; empty: all alike.
@@ -154,6 +155,7 @@ class Measured(Value):
     head_backward: float = 0.0
     head_fixed: float = 0.0
     around: float = 0.0
+    operation: float = 0.0
     optimizer: float = 0.0
     copied: float = 0.0
     host_factors: tuple[float, ...] = ()

@@ -191,6 +191,7 @@ def _measured(
         head_backward=base.head_backward,
         head_fixed=base.head_fixed,
         around=base.around,
+        operation=base.operation,
         optimizer=base.optimizer,
         copied=base.copied,
         host_factors=() if alike else tuple(factors),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
@@ -136,6 +137,7 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         one = _times(run(1), blocks, sync) if samples > 1 else many
         optimizer = _optimizer_seconds(blocks[-1], sync)
         copied = _copy_seconds(blocks[-1], sync)
+        operation = _operation_seconds(device, sync)
     forward, backward, _, after = (_line(a, b, samples) for a, b in zip(one, many, strict=True))
     return RankSpeed(
         rank=0,
@@ -149,6 +151,7 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         head_backward=after[0] * vocabulary,
         head_fixed=after[1] * vocabulary,
         around=around,
+        operation=operation,
         optimizer=optimizer,
         copied=copied,
     )
@@ -162,9 +165,9 @@ def _line(one: float, many: float, samples: int) -> tuple[float, float]:
     return slope, max(0.0, many - samples * slope)
 
 
-def _undisturbed(times: Sequence[float]) -> float:
-    """The lower quartile: other programs make windows longer, and a quota's burst makes single ones shorter."""
-    return sorted(times)[len(times) // 4]
+def _usual(times: Sequence[float]) -> float:
+    """The median: training is disturbed as much as these windows are."""
+    return statistics.median(times)
 
 
 def _nothing() -> None:
@@ -235,7 +238,7 @@ def _times(
     finally:
         for handle in handles:
             handle.remove()
-    forward, backward, before, after = (_undisturbed(values) for values in zip(*windows, strict=True))
+    forward, backward, before, after = (_usual(values) for values in zip(*windows, strict=True))
     return forward, backward, before, after
 
 
@@ -249,7 +252,7 @@ def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, fl
             f, b = _one_pass(run, sync)
             there, back, count = there + f, back + b, count + 1
         windows.append((there / count, back / count))
-    forward, backward = (_undisturbed(values) for values in zip(*windows, strict=True))
+    forward, backward = (_usual(values) for values in zip(*windows, strict=True))
     return forward, backward
 
 
@@ -279,7 +282,24 @@ def _optimizer_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
             sync()
             spent, count = spent + time.perf_counter() - begin, count + 1
         times.append(spent / count)
-    return _undisturbed(times) / sum(p.numel() for p in params)
+    return _usual(times) / sum(p.numel() for p in params)
+
+
+@torch.no_grad()
+def _operation_seconds(device: torch.device, sync: Callable[[], None]) -> float:
+    """Seconds of a small operation called from Python: what everything takes that is no arithmetic."""
+    one = torch.ones(8, device=device)
+    times: list[float] = []
+    for _ in range(_WINDOWS):
+        count = 0
+        sync()
+        begin = time.perf_counter()
+        while (spent := time.perf_counter() - begin) < _WINDOW / 4:
+            for _ in range(100):
+                one.add_(1.0)
+            count += 100
+        times.append(spent / count)
+    return _usual(times)
 
 
 def _around(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor, sync: Callable[[], None]) -> float:
@@ -316,7 +336,7 @@ def _around(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor, sync: Ca
     finally:
         for handle in handles:
             handle.remove()
-    return _undisturbed(times)
+    return _usual(times)
 
 
 @torch.no_grad()
@@ -338,7 +358,7 @@ def _copy_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
             sync()
             spent, count = spent + time.perf_counter() - begin, count + 1
         times.append(spent / count)
-    return _undisturbed(times) / (2 * size)
+    return _usual(times) / (2 * size)
 
 
 def _matrix_products(

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from holmes_core.plan.cost import CostModel, Prediction, StageCosts
+from holmes_core.plan.cost import ACTION_OPERATIONS, CostModel, Prediction, StageCosts
 from holmes_core.plan.cost_memory import HEAP, ParameterBytes
 from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
@@ -175,6 +175,10 @@ def test_what_was_measured_around_the_blocks_is_counted() -> None:
         return CostModel(work).stage_costs(choice(work, dp=2, micro_batch_size=4, layers_per_stage=(15, 15)))
 
     nothing, around, fixed, copied = costs(), costs(around=0.003), costs(head_fixed=0.5), costs(copied=1e-9)
+    slow = costs(operation=1e-5)
+    for passes, count in zip(("forward", "backward"), ACTION_OPERATIONS, strict=True):
+        each = [b - a for a, b in zip(getattr(nothing, passes), getattr(slow, passes), strict=True)]
+        assert each == pytest.approx([count * 1e-5] * 2)
     assert [b - a for a, b in zip(nothing.forward, around.forward, strict=True)] == pytest.approx([0.003, 0.003])
     assert [b - a for a, b in zip(nothing.backward, fixed.backward, strict=True)] == pytest.approx([0, 0.5])
     parameters = 15 * gpt().blocks[0].parameters + gpt().embedding_parameters
