@@ -47,8 +47,8 @@ __all__ = ["StepHint", "Waits", "measure_speed", "rank_memory", "read_probe", "r
 
 #: A control group's processor quota comes in slices of up to 100 ms: shorter measurements see bursts or pauses.
 _WINDOW = 0.2
-_WINDOWS = 8
-_LONGEST = 2.0  # seconds for one size of micro-batch
+_WINDOWS, _FEW_WINDOWS = 8, 5  # of passes, of what varies less
+_LONGEST = 1.2  # seconds for one size of micro-batch
 _SMALL_VOCABULARY, _BLOCKS = 8192, 4
 _MOST_SAMPLES = 8
 _LARGEST_MESSAGE = 1 << 22
@@ -273,7 +273,7 @@ def _optimizer_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
     optimizer = torch.optim.AdamW(params, lr=0.0)
     optimizer.step()
     times: list[float] = []
-    for _ in range(_WINDOWS):
+    for _ in range(_FEW_WINDOWS):
         spent, count = 0.0, 0
         while spent < _WINDOW / 4:
             sync()
@@ -290,11 +290,11 @@ def _operation_seconds(device: torch.device, sync: Callable[[], None]) -> float:
     """Seconds of a small operation called from Python: what everything takes that is no arithmetic."""
     one = torch.ones(8, device=device)
     times: list[float] = []
-    for _ in range(_WINDOWS):
+    for _ in range(_FEW_WINDOWS):
         count = 0
         sync()
         begin = time.perf_counter()
-        while (spent := time.perf_counter() - begin) < _WINDOW / 4:
+        while (spent := time.perf_counter() - begin) < _WINDOW / 8:
             for _ in range(100):
                 one.add_(1.0)
             count += 100
@@ -324,9 +324,9 @@ def _around(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor, sync: Ca
     ]
     times: list[float] = []
     try:
-        for _ in range(_WINDOWS):
+        for _ in range(_FEW_WINDOWS):
             spent, count, inside = 0.0, 0, 0.0
-            while spent < _WINDOW / 2:
+            while spent < _WINDOW / 4:
                 sync()
                 begin = time.perf_counter()
                 body(input_ids=ids)
@@ -345,7 +345,7 @@ def _copy_seconds(block: nn.Module, sync: Callable[[], None]) -> float:
     grads = [p.grad for p in block.parameters() if p.grad is not None]
     size = sum(grad.nbytes for grad in grads)
     times: list[float] = []
-    for _ in range(_WINDOWS):
+    for _ in range(_FEW_WINDOWS):
         spent, count = 0.0, 0
         while spent < _WINDOW / 8:
             sync()
