@@ -51,3 +51,12 @@ def test_shapes_that_depend_on_values(two: Workers) -> None:
 def test_stages_without_blocks(two: Workers, layers: tuple[int, int]) -> None:
     config = dict(pp=2, num_microbatches=3, layers_per_stage=layers)
     _exact(two.run(models.steps, "Gpt", config, [(5, 7), (3, 4)], "token_loss"))
+
+
+def test_activations_in_eight_bits_between_clusters(two: Workers) -> None:
+    """Close to one process, and not equal to it; inside a cluster the setting changes nothing."""
+    config = dict(pp=2, num_microbatches=3, wire_dtype="int8")
+    clusters = [{"name": "a", "ranks": [0]}, {"name": "b", "ranks": [1]}]
+    apart = two.run(models.steps, "Gpt", {**config, "clusters": clusters}, SHAPES, "token_loss").check()
+    assert 1e-6 < max(rank["loss"] for rank in apart) < 1e-2
+    _exact(two.run(models.steps, "Gpt", config, SHAPES, "token_loss"))

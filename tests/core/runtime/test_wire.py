@@ -7,9 +7,11 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from holmes_core.runtime.boundary import Boundary
 from holmes_core.runtime.wire import BLOCK, Wire, dequantise, quantise
+from tests.models.pipeline import Workers
 
 
 @pytest.mark.parametrize("numel", [1, BLOCK - 1, BLOCK, 5 * BLOCK + 3])
@@ -51,3 +53,23 @@ def test_a_boundary_tensor(dtype: torch.dtype) -> None:
     back = wire.unpack(sent, boundary)
     assert (back.shape, back.dtype) == (tensor.shape, dtype)
     assert (back - tensor).abs().max() <= tensor.abs().max() / 100
+
+
+def share(rank: int, shape: tuple[int, ...], form: str) -> float:
+    """In a worker: each rank packs its share of one tensor and gathers the rest; returns the largest difference."""
+    boundary = Boundary(shape=shape, dtype=torch.float32, requires_grad=True)
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    wire = Wire(group=dist.group.WORLD, form=form)
+    sent = wire.pack(tensor, boundary)
+    assert sent.shape == wire.buffer(boundary, torch.device("cpu")).shape
+    return float((wire.unpack(sent, boundary) - tensor).abs().max())
+
+
+def test_shares_of_a_tensor_parallel_group() -> None:
+    two = Workers(2)
+    try:
+        for shape in ((2, 3, 50), (1, 7, 3), (4, 128)):
+            assert max(two.run(share, shape, "same").check()) == 0
+            assert 0 < max(two.run(share, shape, "int8").check()) < 0.05
+    finally:
+        two.close()
