@@ -84,7 +84,8 @@ def ahead(context: Context) -> dict[str, Any]:
     """Each habit for a few steps: gradients as they are when the optimizer has stepped, and the buckets that left early
     by the end of each call."""
     found: dict[str, Any] = {}
-    for habit in ("plain", "accumulate", "scaled", "zero_first", "zeroed_in_place", "dropped", "changed", "by_hand"):
+    habits = ["plain", "accumulate", "scaled", "zero_first", "zeroed_in_place", "dropped", "changed", "by_hand"]
+    for habit in [*habits, "own_loss", "two_forwards"]:
         accelerator = Accelerator(gradient_accumulation_steps=2 if habit == "accumulate" else 1)
         accelerator.gradient_accumulation_steps = 2 if habit == "accumulate" else 1  # settings outlive an Accelerator
         accelerator, model, optimizer, loader = prepare(accelerator, rows=48)
@@ -92,6 +93,16 @@ def ahead(context: Context) -> dict[str, Any]:
         early: list[int] = []
         for index, batch in enumerate(loader):
             with accelerator.accumulate(model):
+                if habit in ("own_loss", "two_forwards"):
+                    labels = batch.pop("labels")
+                    loss = torch.nn.functional.cross_entropy(model(**batch).logits.flatten(0, 1), labels.flatten())
+                    if habit == "two_forwards":
+                        loss = loss + model(**batch).logits.square().mean()
+                    accelerator.backward(loss)
+                    early.append(parallel._launched)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    continue
                 loss = model(**batch).loss
                 early.append(parallel._launched)
                 if habit == "scaled":

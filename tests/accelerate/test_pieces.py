@@ -49,6 +49,8 @@ def test_gradients_that_leave_during_the_backward(farm: Farm, config: dict[str, 
     assert early["accumulate"] == [False, True] * 3
     assert early["scaled"] == early["zeroed_in_place"] == [False, True] + [False] * 4
     assert early["by_hand"] == early["changed"] == early["dropped"] == [False, True, True] + [False] * 3
+    assert early["own_loss"] == [True] * 6  # nothing to guess
+    assert early["two_forwards"] == [False] * 6  # the backward of one is not all
     assert all([count > 0 for count in run[habit]] == early[habit] for run in others for habit in early)
 
 

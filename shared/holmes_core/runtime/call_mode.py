@@ -250,7 +250,7 @@ class CallMode:
         """Add a call's gradients to ``param.grad``; `grad` is the gradient of its loss."""
         right = call.commit(grad)
         self.mark_backward()
-        self._ahead.committed(grad, right=right, params=list(self.engine.gradients.params.values()))
+        self._ahead.committed(list(self.engine.gradients.params.values()), right=right, grad=grad)
 
     def reduce(self) -> None:
         """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
@@ -447,10 +447,11 @@ class _Outputs(torch.autograd.Function):
         by_index: list[Tensor | None] = [None] * count
         for index, grad in zip(floating, grads, strict=True):
             by_index[index] = None if grad is None else grad / mode.dp
-        mode._ahead.another()
         with mode._guard():
+            mode._ahead.begin_known()
             held.backward(by_index)
         mode.mark_backward()
+        mode._ahead.committed(list(mode.engine.gradients.params.values()), right=True)
         return (None, None, *[None] * len(grads))
 
 

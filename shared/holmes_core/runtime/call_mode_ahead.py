@@ -51,22 +51,30 @@ class Ahead:
         self._under_way, self._right, self._left = True, False, []
         return self._guess
 
+    def begin_known(self) -> None:
+        """A backward begins whose gradients need no guess: the script has made its loss from the model's outputs."""
+        self.another()
+        if self._on and self._completes():
+            self._under_way, self._right, self._left = True, False, []
+            self._engine.gradients.data_parallel.expect(self._engine._stage_of)
+
     def another(self) -> None:
         """One more call in this step: what left early was not all. All ranks get here alike."""
         if self._under_way:
             self._discard()
 
-    def committed(self, grad: float, *, right: bool, params: Sequence[nn.Parameter]) -> None:
-        """A call's loss was differentiated, its gradients are in place.
+    def committed(self, params: Sequence[nn.Parameter], *, right: bool, grad: float | None = None) -> None:
+        """A loss was differentiated, the gradients are in place.
 
         Args:
-            grad: Gradient of the loss.
-            right: Whether ``param.grad`` is now what left early (`OneCall.commit`).
             params: This rank's trainable parameters.
+            right: Whether ``param.grad`` is now what left early (`OneCall.commit`).
+            grad: Gradient of the call's loss, to be expected next time.
         """
-        self._known = True
-        if grad and isfinite(grad):
-            self._guess = grad
+        if grad is not None:
+            self._known = True
+            if grad and isfinite(grad):
+                self._guess = grad
         if self._under_way:
             self._right = right
             self._left = [(p, p.grad, _version(p.grad)) for p in params]

@@ -151,7 +151,7 @@ class OpenForward:
                 else:
                     for op in stage.get_bwd_recv_ops(index):
                         op.op(op.tensor, group=op.group, group_src=op.group_peer).wait()
-                stage.backward_one_chunk(index)
+                stage.backward_one_chunk(index, last_backward=index == n - 1)
                 if stage.stage_index - 1 not in local:
                     for op in stage.get_bwd_send_ops(index):
                         sends.append(op.op(op.tensor, group=op.group, group_dst=op.group_peer))
