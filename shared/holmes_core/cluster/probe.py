@@ -44,10 +44,10 @@ __all__ = [
 ]
 
 #: Seconds for which one pair sends; the first part of it fills buffers and token buckets and does not count.
-SEND_SECONDS = 0.5
+SEND_SECONDS = 0.4
 _SKIP = 0.3
 #: Messages that go there and back, and seconds after which no more are sent.
-_PINGS, _PING_SECONDS = 15, 0.4
+_PINGS, _PING_SECONDS = 15, 0.3
 _FEWEST_PINGS = 3
 #: Seconds between them, uneven: a processor quota comes in slices, and messages are to meet all parts of a slice.
 _PAUSES = (0.007, 0.019, 0.013, 0.003, 0.011)

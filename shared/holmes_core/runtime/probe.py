@@ -48,7 +48,7 @@ __all__ = ["StepHint", "Waits", "measure_speed", "rank_memory", "read_probe", "r
 #: A control group's processor quota comes in slices of up to 100 ms: shorter measurements see bursts or pauses.
 _WINDOW = 0.2
 _WINDOWS, _FEW_WINDOWS = 8, 5  # of passes, of what varies less
-_LONGEST = 1.2  # seconds for one size of micro-batch
+_LONGEST = 1.0  # seconds for one size of micro-batch
 _SMALL_VOCABULARY, _BLOCKS = 8192, 4
 _MOST_SAMPLES = 8
 _LARGEST_MESSAGE = 1 << 22
