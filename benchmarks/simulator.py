@@ -162,7 +162,9 @@ Written by [simulator.py](simulator.py): it probes a lab, predicts each layout's
 itself, with `probe: FILE`), and trains. A GPT of 27.4 M parameters, float32, AdamW, each replica's batch {batch}
 tokens; four hosts with one rank each in two clusters, fabrics 2.5 Gbit/s, Ethernet between them 100 Mbit/s, 0.36 cores
 per host; in "slowed" 0.48 in one cluster and 0.24 in the other. 1F1B where nothing else is said; medians after warm-up,
-one run of each layout."""
+one run of each layout. The probe measures a block, the head, links, and how long small operations and copies take; two
+constants of the model were found in other runs on this machine, with this model: how many small operations the runtime
+needs for an action (`ACTION_OPERATIONS`), and what a heap holds beyond what is in use (`HEAP`)."""
 
 
 def page(found: dict[str, dict[str, Any]], where: str) -> str:
@@ -196,7 +198,7 @@ def page(found: dict[str, dict[str, Any]], where: str) -> str:
         "# Predictions against runs",
         _ABOUT.format(batch=f"{REPLICA_BATCH} x {LENGTH}"),
         f"{where}",
-        f"**Step time** is off by: {found_times}. **Memory** (the worst rank of each layout; peak resident set after "
+        f"**Step time** is off by: {found_times}.\n**Memory** (the worst rank of each layout; peak resident set after "
         f"warm-up): {found_sizes}.",
         "\n".join(rows),
         '"After the pipeline": gradients, optimizer, parameters handed out, and waiting for other ranks.\n\n'
