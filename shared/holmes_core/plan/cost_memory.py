@@ -28,7 +28,7 @@ PRECISIONS: dict[str, tuple[int, int, int, int]] = {
 
 
 #: Resident bytes for each byte in use. With glibc 2.36, GPT-2 of 27 M parameters, pp 2 x dp 2: 1.5, as the peak against
-#: that of the same steps with every tensor mapped by itself; pp 4 x dp 1: 1.3 to 1.4, as the peak against what is counted.
+#: that of the same steps with every tensor mapped by itself; pp 4 x dp 1: 1.3 to 1.4, against what is counted.
 HEAP = 1.45
 _MAPPED = 32 << 20  # glibc's DEFAULT_MMAP_THRESHOLD_MAX
 
