@@ -19,12 +19,10 @@ from holmes_core.cluster.probe import (
     RankSpeed,
     cache_path,
     gather,
-    listen,
-    measure_links,
     read_result,
-    rounds_of,
     write_result,
 )
+from holmes_core.cluster.probe_links import listen, measure_links, rounds_of
 from holmes_core.errors import HolmesError
 from holmes_core.plan.probe import pairs_of, slowest_links
 from tests.core.plan.networks import two_by_two
