@@ -10,64 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import permutations
 
 from holmes_core.cluster.value import Value
-from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
 from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight
-from holmes_core.plan.layout import Layout, default_num_microbatches
 from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition, self_adapting_partition
+from holmes_core.plan.search_space import Limits, choices_of, divisors, orders_of, reordered
 from holmes_core.plan.simulate import predict_by_simulation
 from holmes_core.plan.simulate_orders import SIMULATED
 
 __all__ = ["Candidate", "Limits", "SearchResult", "candidates", "search", "split_blocks", "why_slower"]
 
-_VIRTUAL = (2, 3, 4)
-_LARGEST_MICRO_BATCH = 64
 _ORDERS_IN_FULL = 3000  # predictions up to which every order of the clusters is tried with every layout
-_PERMUTED = 6  # clusters up to which all their orders are tried
 _SHORTLIST = 24
 _ACTIONS = 100_000  # most actions simulated in one search
 _SAME = 1e-3  # relative difference below which fewer stages, and a plainer order of clusters, win
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits(Value):
-    """What the user has fixed; None leaves it to the search.
-
-    Args:
-        pp: Pipeline ranks.
-        dp: Data-parallel degree.
-        tp: Tensor-parallel degree.
-        schedule: Name of the schedule.
-        virtual_stages: Stages per rank.
-        micro_batch_size: Samples per micro-batch.
-        num_microbatches: Micro-batches per replica's batch; looked at where the data loader decides the batch.
-        recompute: Whether blocks are recomputed.
-        last: Cluster that holds the last stage, as a position in ``Hardware.clusters``: it comes last in the pipeline,
-            and first in V schedules.
-        first: Cluster that comes first.
-        sharding: ``optimizer`` or ``none``.
-        partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
-        embedding: Which rank runs the input embedding: ``first``, ``last`` or, as jobs do it, ``auto``.
-    """
-
-    pp: int | None = None
-    dp: int | None = None
-    tp: int | None = None
-    schedule: str | None = None
-    virtual_stages: int | None = None
-    micro_batch_size: int | None = None
-    num_microbatches: int | None = None
-    recompute: bool | None = None
-    last: int | None = None
-    first: int | None = None
-    sharding: str | None = None
-    partition: str = "auto"
-    embedding: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +75,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
     """
     limits = limits or Limits()
     model = model or CostModel(job)
-    orders = _orders(len(job.hardware.clusters), limits.last, limits.first)
+    orders = orders_of(len(job.hardware.clusters), limits.last, limits.first)
     plain = list(candidates(model, limits, orders[:1]))
     rest = orders[1:]
     fitting = [one for one in plain if one.prediction.fits]
@@ -130,7 +89,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
                 found
                 for one in fitting[:_SHORTLIST]
                 for order in rest
-                if (found := _evaluate(model, limits, _reordered(one.choice, order, limits))) is not None
+                if (found := _evaluate(model, limits, reordered(one.choice, order, limits))) is not None
             ]
         tried += more
         fitting += [one for one in more if one.prediction.fits]
@@ -164,7 +123,7 @@ def candidates(model: CostModel, limits: Limits, orders: Sequence[tuple[int, ...
     tried that are not shared where summing gradients is not hidden: they send as much, step more, need more memory.
     """
     for order in orders:
-        for choice in _sharded(model.job, limits, _choices(model.job, limits, order)):
+        for choice in choices_of(model.job, limits, order):
             plain = None
             split = choice.schedule in ZERO_BUBBLE and limits.schedule is None
             if limits.recompute is not True:
@@ -175,16 +134,6 @@ def candidates(model: CostModel, limits: Limits, orders: Sequence[tuple[int, ...
             found = None if split else _evaluate(model, limits, replace(choice, recompute=True))
             if found is not None or plain is not None:
                 yield found or plain  # type: ignore[misc]
-
-
-def _sharded(job: Job, limits: Limits, choices: Iterator[Choice]) -> Iterator[Choice]:
-    for choice in choices:
-        if limits.sharding is not None:
-            yield replace(choice, sharding=limits.sharding)
-            continue
-        yield choice
-        if choice.dp > 1 and job.overlap:
-            yield replace(choice, sharding="none")
 
 
 def split_blocks(model: CostModel, choice: Choice, partition: str = "auto") -> tuple[int, ...] | None:
@@ -278,91 +227,6 @@ def why_slower(best: Candidate, other: Candidate) -> str:
     return f"its pipeline takes {b.pipeline_seconds:.3g} s, not {a.pipeline_seconds:.3g} s"
 
 
-def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choice]:
-    clusters, profile = job.hardware.clusters, job.profile
-    widest = math.gcd(*(cluster.ranks for cluster in clusters))
-    sizes = math.gcd(*(size for cluster in clusters for size in cluster.hosts))
-    heads = math.gcd(sizes, profile.num_heads, profile.num_kv_heads)
-    for width in _divisors(widest):
-        stages = tuple(clusters[c].ranks // width for c in order)
-        pp = sum(stages)
-        if pp > len(profile.blocks) or limits.pp not in (None, pp):
-            continue
-        for tp in _divisors(math.gcd(heads, width)):
-            dp = width // tp
-            if limits.tp not in (None, tp) or limits.dp not in (None, dp):
-                continue
-            plain = Choice(
-                tp=tp, dp=dp, order=order, stages=stages, embedding_on_last=_embedding_on_last(job, limits, pp)
-            )
-            if job.replica_batch:
-                yield from _as_a_job_runs_it(job, limits, plain)
-                continue
-            if job.batch % dp:
-                continue
-            for x in _divisors(job.batch // dp):
-                if x > _LARGEST_MICRO_BATCH or limits.micro_batch_size not in (None, x):
-                    continue
-                m = job.batch // dp // x
-                for schedule, v in _schedules(limits, pp, m, len(profile.blocks)):
-                    last = plain.embedding_on_last and schedule in EMBEDDING_SCHEDULES
-                    found = replace(
-                        plain, schedule=schedule, virtual_stages=v, micro_batch_size=x, embedding_on_last=last
-                    )
-                    yield _reordered(found, order, limits)
-
-
-def _embedding_on_last(job: Job, limits: Limits, pp: int) -> bool:
-    """Where a job runs the embedding, if nobody says: see ``HolmesConfig.embedding``."""
-    if limits.embedding != "auto" or pp == 1:
-        return limits.embedding == "last" and pp > 1
-    return job.profile.tied_parameters > 0 and len(job.hardware.clusters) > 1
-
-
-def _as_a_job_runs_it(job: Job, limits: Limits, plain: Choice) -> Iterator[Choice]:
-    """A job takes its schedule from the config and cuts each batch by the rule of ``default_num_microbatches``."""
-    layout = Layout(
-        tp=plain.tp,
-        dp=plain.dp,
-        stages_per_cluster=plain.stages,
-        virtual_stages=limits.virtual_stages or 1,
-        num_microbatches=limits.num_microbatches,
-        micro_batch_size=limits.micro_batch_size,
-        schedule=limits.schedule or "1f1b",
-    )
-    if layout.num_stages > len(job.profile.blocks):
-        return
-    try:
-        m = default_num_microbatches(job.replica_batch, layout)
-    except ConfigError:  # too few samples for the schedule
-        return
-    yield replace(
-        plain,
-        schedule=layout.schedule,
-        virtual_stages=layout.virtual_stages,
-        micro_batch_size=-(-job.replica_batch // m),
-        embedding_on_last=plain.embedding_on_last and layout.schedule in EMBEDDING_SCHEDULES,
-    )
-
-
-def _schedules(limits: Limits, pp: int, m: int, blocks: int) -> Iterator[tuple[str, int]]:
-    """The schedules that can run: 1F1B needs as many micro-batches as ranks, interleaving whole rounds of them."""
-    if pp == 1:
-        found = [("1f1b", 1)]
-    else:
-        found = [("1f1b", 1)] if m >= pp else []
-        found.append(("gpipe", 1))
-        if m >= pp and m % (m // pp) == 0:
-            found += [("interleaved_1f1b", v) for v in _VIRTUAL if pp * v <= blocks]
-            found += [("interleaved_zb", v) for v in (1, *_VIRTUAL) if pp * v <= blocks]
-        if 2 * pp <= blocks:
-            found += [("zbv", 2)] if m >= pp else []
-            found += [("dualpipev", 2)] if m >= 2 * pp else []
-    for schedule, v in found:
-        if limits.schedule in (None, schedule) and limits.virtual_stages in (None, v):
-            yield schedule, v
-
-
 def _evaluate(model: CostModel, limits: Limits, choice: Choice) -> Candidate | None:
     layers = split_blocks(model, choice, limits.partition)
     if layers is None:
@@ -409,31 +273,6 @@ def _resplit(model: CostModel, choice: Choice) -> Choice:
         return choice
     exact = replace(choice, layers_per_stage=layers)
     return exact if model.predict(exact).fits else choice
-
-
-def _orders(count: int, last: int | None = None, first: int | None = None) -> list[tuple[int, ...]]:
-    """Orders of the clusters along the pipeline; first the one a job takes whose rank 0 is in the first cluster."""
-    plain = [(*(c for c in range(count) if c != end), end) for end in range(count)]
-    # With many clusters: each of them last (or first) once, the others as they are written.
-    plain += [(end, *(c for c in range(count) if c != end)) for end in range(count)]
-    known = dict.fromkeys(plain)
-    orders = list(known) if count > _PERMUTED else list({**known, **dict.fromkeys(permutations(range(count)))})
-    return [order for order in orders if last in (None, order[-1]) and first in (None, order[0])]
-
-
-def _reordered(choice: Choice, order: tuple[int, ...], limits: Limits) -> Choice:
-    """Put a choice's clusters into another order; where one must hold the last stage, it begins V schedules."""
-    if limits.last is not None and choice.schedule in V_SCHEDULES:
-        order = order[::-1]
-    if order == choice.order:
-        return choice
-    stages = dict(zip(choice.order, choice.stages, strict=True))
-    return replace(choice, order=order, stages=tuple(stages[c] for c in order))
-
-
-def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def _seconds(one: Candidate) -> float:
@@ -483,7 +322,7 @@ def _nothing(model: CostModel, limits: Limits, tried: Sequence[Candidate], order
             do=f"{_fitting(model, limits, order)}use more or larger GPUs, a shorter sequence, or bf16-true",
         )
     sizes = ", ".join(f"{c.name} {c.ranks}" for c in job.hardware.clusters)
-    dps = [dp for dp in _divisors(math.gcd(*(c.ranks for c in job.hardware.clusters))) if job.batch % dp == 0]
+    dps = [dp for dp in divisors(math.gcd(*(c.ranks for c in job.hardware.clusters))) if job.batch % dp == 0]
     return ConfigError(
         seen=f"no layout of {job.hardware.ranks} ranks ({sizes}) is legal ({shown}; batch {job.batch})",
         where="holmes plan",

@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from holmes_core.config import V_SCHEDULES
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job
-from holmes_core.plan.search import Limits, SearchResult, _orders, candidates, search, why_slower
+from holmes_core.plan.search import Limits, SearchResult, candidates, search, why_slower
+from holmes_core.plan.search_space import orders_of
 from holmes_core.plan.simulate import simulate
 from tests.core.plan.prediction_jobs import cluster, gpt, job, small_jobs, two_clusters
 
@@ -254,9 +255,9 @@ def test_96_ranks_are_quick() -> None:
 @pytest.mark.parametrize(("count", "tried"), [(1, 1), (3, 6), (6, 720), (8, 15)])
 def test_orders_of_many_clusters(count: int, tried: int) -> None:
     """All of them up to six clusters; beyond, each cluster last and each first."""
-    orders = _orders(count)
+    orders = orders_of(count)
     assert len(orders) == len(set(orders)) == tried
     assert all(sorted(order) == list(range(count)) for order in orders)
     assert {order[-1] for order in orders} == set(range(count))
-    assert all(order[-1] == 0 for order in _orders(count, last=0))
-    assert all(order[0] == 0 for order in _orders(count, first=0))
+    assert all(order[-1] == 0 for order in orders_of(count, last=0))
+    assert all(order[0] == 0 for order in orders_of(count, first=0))
