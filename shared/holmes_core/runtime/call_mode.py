@@ -30,6 +30,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from holmes_core.errors import HolmesError
 from holmes_core.runtime import state
 from holmes_core.runtime.call_mode_ahead import Ahead, OneCall
+from holmes_core.runtime.call_mode_autograd import CallGradients, Loss, Outputs
 from holmes_core.runtime.call_mode_graph import OpenForward
 from holmes_core.runtime.call_mode_outputs import LossOutput, broadcast, first_loss, pack, unpack
 from holmes_core.runtime.engine import Engine
@@ -187,8 +188,8 @@ class CallMode:
             call.end()
         told = (float(result.loss), kind[0]) if result.loss is not None else None
         value, how = share(told, source=engine.last_rank, group=engine.groups.replica)
-        apply: Any = _Loss.apply
-        loss = apply(self._anchor, torch.tensor(value, device=engine.device), _Gradients(self, call))
+        apply: Any = Loss.apply
+        loss = apply(self._anchor, torch.tensor(value, device=engine.device), CallGradients(self, call))
         if how == "mapping":
             return LossOutput(loss=loss)
         return (loss,) if how in ("tuple", "list") else loss
@@ -198,7 +199,7 @@ class CallMode:
         held = OpenForward(self.engine, lambda b, _: self._run(b), batch, whole=whole)
         packed, tensors = broadcast(self.engine, held.packed, held.tensors)
         floating = [i for i, t in enumerate(tensors) if t.is_floating_point()]
-        apply: Any = _Outputs.apply
+        apply: Any = Outputs.apply
         tied = apply(self._anchor, (self, held, floating, len(tensors), whole), *[tensors[i] for i in floating])
         for index, tensor in zip(floating, tied, strict=True):
             tensors[index] = tensor
@@ -228,6 +229,7 @@ class CallMode:
     def close(self) -> None:
         """Give the process groups back; the model is of no more use. All ranks call it at the same place."""
         self.closed = True
+        self._ahead.another()
         self.engine.groups.close()
 
     def _check_open(self) -> None:
@@ -399,60 +401,6 @@ class CallMode:
                 " alone",
                 do="take the call out of `if accelerator.is_main_process:`; only rank 0 writes files anyway",
             ) from None  # the time-out is no echo of another rank's failure: keep FailureLog from taking it for one
-
-
-class _Gradients:
-    """The gradients of one training call, until its loss is differentiated."""
-
-    def __init__(self, mode: CallMode, call: OneCall) -> None:
-        self._mode = mode
-        self._call: OneCall | None = call
-
-    def commit(self, grad: Tensor) -> None:
-        """Add them to ``param.grad``, times the gradient of the call's loss."""
-        if self._call is None:
-            raise HolmesError(
-                seen="backward of one training call for the second time",
-                where="loss.backward()",
-                means="the gradients of a call are handed out once",
-                do="call the model again, or add losses before one backward",
-            )
-        call, self._call = self._call, None
-        self._mode.commit(call, float(grad))
-
-
-class _Loss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, gradients: _Gradients) -> Tensor:
-        ctx.gradients = gradients
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.gradients.commit(grad)
-        return None, None, None
-
-
-class _Outputs(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, held: Any, *tensors: Tensor) -> Any:
-        ctx.held = held
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        mode, held, floating, count, whole = ctx.held
-        if whole:
-            mode.warn_of_eval_mode()
-        by_index: list[Tensor | None] = [None] * count
-        for index, grad in zip(floating, grads, strict=True):
-            by_index[index] = None if grad is None else grad / mode.dp
-        with mode._guard():
-            mode._ahead.begin_known()
-            held.backward(by_index)
-        mode.mark_backward()
-        mode._ahead.committed(list(mode.engine.gradients.params.values()), right=True)
-        return (None, None, *[None] * len(grads))
 
 
 def _positional_names(forward: Callable[..., Any]) -> list[str]:
