@@ -237,8 +237,10 @@ class CallMode:
             raise HolmesError(
                 seen=f"a call of a {type(self.engine.root).__name__} that was given back",
                 where="the user's script",
-                means="another model was prepared after accelerator.free_memory(); one pipeline trains one model",
-                do="save what is needed of a model before the next one is prepared",
+                means="another model was prepared after accelerator.free_memory(), which transformers.Trainer calls,"
+                " too; one pipeline trains one model",
+                do="save what is needed of a model before the next one is prepared; leave a frozen helper (the"
+                " reference model of DPO) unprepared and whole on each rank",
             )
 
     # ---- gradients ---------------------------------------------------------------
