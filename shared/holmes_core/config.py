@@ -103,8 +103,8 @@ class HolmesConfig(Value):
 
     wire_dtype: str = "same"
     """Dtype of activations and their gradients between clusters: ``same`` as in the model, which leaves all numbers as
-    they are, or that of the ``compute`` under mixed precision: half the bytes, rounded once more; or ``int8``, a quarter
-    of float32's bytes, with a scale for every 256 elements: the loss falls a little differently, see slow-link.md."""
+    they are, or that of the ``compute`` under mixed precision: half the bytes, rounded once more; or ``int8``: a
+    quarter of float32's bytes, with a scale for every 256 elements; losses change a little (docs/slow-link.md)."""
 
     defer_weights: bool = False
     """Whether 1f1b puts off the weights' part of its first and last backward passes, to be idle less at the start and
