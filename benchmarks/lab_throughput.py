@@ -10,7 +10,8 @@ Four hosts with one rank each; CPU quotas that add up to the machine, so that no
 fabric's rate; `three8` are clusters of two, one and one; `ethernet8` has no fabric at all. Runs are interleaved, each
 in a lab of its own; the median over steps of all repetitions counts, the first steps of a run do not. Of each system
 the best of its variants counts; all are printed. Peers use one network for all ranks, as they do: the one that all
-hosts share.
+hosts share. "Busiest rank computes" is the time it spends in blocks, head and loss (Holmes counts it): the limit that
+the same layout would reach if nothing else took time, as long as no link has more to do than that.
 """
 
 from __future__ import annotations
@@ -122,8 +123,12 @@ def spec_of(setting: str) -> dict[str, Any]:
     return {"clusters": [{"name": n, "kind": k, "hosts": h} for n, (k, h) in kinds.items()], **rates}
 
 
-def measure(setting: str, name: str, *, batch: int, steps: int) -> list[float] | str:
-    """Run one variant in a fresh lab; return seconds per step, or why there are none."""
+def measure(setting: str, name: str, *, batch: int, steps: int) -> tuple[list[float], float] | str:
+    """Run one variant in a fresh lab.
+
+    Returns:
+        Seconds of each step, and seconds per step that the busiest rank computes (0: not known); or why there are none.
+    """
     from holmes_core.lab.job import run_job
     from holmes_core.lab.session import Lab
     from holmes_core.lab.spec_file import parse_spec
@@ -148,20 +153,27 @@ def measure(setting: str, name: str, *, batch: int, steps: int) -> list[float] |
         if done.returncode or not out.exists():
             causes = [line for line in lines if "Error" in line] or lines or ["no output"]
             return causes[-1].strip()[:200]
-        return list(json.loads(out.read_text()))
+        busiest = max((float(file.read_text()) for file in out.parent.glob("busy.*")), default=0.0)
+        return list(json.loads(out.read_text())), busiest
 
 
 def be(name: str, *, batch: int, steps: int, out: str) -> None:
     """Be one rank; rank 0 writes seconds per step."""
     import lab_systems
 
+    from holmes_core.runtime.watchdog import Watchdog
+
     variant = VARIANTS[name]
     clock = lab_systems.train(variant.kind, variant.options, batch=batch, steps=steps + WARM_UP)
+    if (watch := Watchdog.running()) is not None:
+        batches, _, _, compute, _, _ = watch.pulse.times(watch.pulse.values())
+        Path(out).with_name(f"busy.{os.environ['RANK']}").write_text(str(compute / batches))
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(list(lab_systems.step_seconds(clock, WARM_UP))))
 
 
 Times = dict[tuple[str, str], list[float]]
+Busy = dict[tuple[str, str], list[float]]  # of each run
 
 
 def best_of(times: Times, setting: str) -> dict[str, tuple[float, str]]:
@@ -174,7 +186,9 @@ def best_of(times: Times, setting: str) -> dict[str, tuple[float, str]]:
     return found
 
 
-def page(times: Times, failures: dict[tuple[str, str], str], settings: Sequence[str], words: str, batch: int) -> str:
+def page(
+    times: Times, busy: Busy, failures: dict[tuple[str, str], str], settings: Sequence[str], words: str, batch: int
+) -> str:
     """Return the result page."""
     from lab_systems import LENGTH
 
@@ -205,15 +219,22 @@ def page(times: Times, failures: dict[tuple[str, str], str], settings: Sequence[
                 f"| {TITLES[setting]} | {system} | {VARIANTS[name].label} | {seconds:.2f} | "
                 f"{batch * LENGTH / seconds:.0f} | {against} | {speed} |"
             )
-    lines += ["", "## Every variant", "", "| setting | system | variant | s/step | quartiles | steps |"]
-    lines += ["| --- | --- | --- | --- | --- | --- |"]
-    for (setting, name), seconds_of in times.items():
+    lines += [
+        "",
+        "## Every variant",
+        "",
+        "| setting | system | variant | s/step | quartiles | steps | busiest rank computes |",
+    ]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
+    for (setting, name), seconds_of in sorted(times.items(), key=lambda item: list(TITLES).index(item[0][0])):
+        computes = statistics.median(busy.get((setting, name)) or [0.0])
+        part = f"{computes:.2f} s, {computes / statistics.median(seconds_of):.0%}" if computes else "-"
         low, middle, high = statistics.quantiles(seconds_of, n=4) if len(seconds_of) > 1 else seconds_of * 3
         lines.append(
             f"| {TITLES[setting]} | {VARIANTS[name].system} | {VARIANTS[name].label} | {middle:.2f} | "
-            f"{low:.2f} - {high:.2f} | {len(seconds_of)} |"
+            f"{low:.2f} - {high:.2f} | {len(seconds_of)} | {part} |"
         )
-    lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | {why} | 0 |" for (s, n), why in
+    lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | {why} | 0 | - |" for (s, n), why in
               failures.items()]  # fmt: skip
     return "\n".join(lines) + "\n"
 
@@ -262,10 +283,12 @@ def main() -> None:
         be(args.be, batch=args.batch, steps=args.steps, out=args.out)
         return
     times: Times = {}
+    busy: Busy = {}
     failures: dict[tuple[str, str], str] = {}
     saved = Path(args.out).with_suffix(".json") if args.out else None
     if args.add and saved is not None and saved.exists():
-        times = {(s, n): seconds for s, n, seconds in json.loads(saved.read_text())}
+        for setting, name, seconds, computes in json.loads(saved.read_text()):
+            times[setting, name], busy[setting, name] = seconds, computes
     for repeat in range(args.repeats):
         for setting in args.settings:
             for name in args.systems:
@@ -274,16 +297,18 @@ def main() -> None:
                     failures[setting, name] = found
                     print(f"{repeat + 1}/{args.repeats} {setting} {name}: {found}", flush=True)
                     continue
-                times.setdefault((setting, name), []).extend(found)
-                print(f"{repeat + 1}/{args.repeats} {setting} {name}: {statistics.median(found):.2f} s", flush=True)
+                seconds, computes = found
+                times.setdefault((setting, name), []).extend(seconds)
+                busy.setdefault((setting, name), []).extend([computes] if computes else [])
+                print(f"{repeat + 1}/{args.repeats} {setting} {name}: {statistics.median(seconds):.2f} s", flush=True)
     settings = [s for s in TITLES if any(where == s for where, _ in times)]
     words = f"--settings {' '.join(args.settings)} --systems {' '.join(args.systems)}"
     words += f" --repeats {args.repeats} --steps {args.steps} --batch {args.batch}"
-    text = page(times, failures, settings, words, args.batch)
+    text = page(times, busy, failures, settings, words, args.batch)
     print(text)
     if args.out and saved is not None:
         Path(args.out).write_text(text)
-        saved.write_text(json.dumps([[s, n, seconds] for (s, n), seconds in times.items()], indent=1) + "\n")
+        saved.write_text(json.dumps([[*key, times[key], busy[key]] for key in times], indent=1) + "\n")
         draw(times, settings, Path(args.out).with_suffix(".png"))
 
 
