@@ -15,6 +15,7 @@ from tests.lightning.farm import Farm
 
 _MARK = "HOLMES_TEST_FAILURES"
 _SHARED = Path("/dev/shm")
+_warm: set[int] = set()  # the process that ranks are forked from lives as long as the session
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -28,27 +29,28 @@ def _mark() -> Iterator[str]:
 @pytest.fixture(scope="session")
 def farm(tmp_path_factory: pytest.TempPathFactory, _mark: str) -> Iterator[Farm]:
     with Farm(tmp_path_factory.mktemp("failures"), "tests.failures.scenarios", "holmes_lightning.hooks") as farm:
+        _warm.add(farm.pid)
         yield farm
+        _warm.clear()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(request: pytest.FixtureRequest, _mark: str) -> Iterator[None]:
+def _nothing_is_left(_mark: str) -> Iterator[None]:
     """Whatever failed: no process lives on (with none, no port is held), and no shared memory has a name."""
-    warm = {request.getfixturevalue("farm").pid} if "farm" in request.fixturenames else set()
     names = _shared()
     yield
     until = time.monotonic() + 15
-    while (left := {**_marked(_mark, warm), **_orphaned(names)}) and time.monotonic() < until:
+    while (left := {**_marked(_mark), **_orphaned(names)}) and time.monotonic() < until:
         time.sleep(0.2)
     assert not left, f"left behind: {left}"
 
 
-def _marked(mark: str, but: set[int]) -> dict[str, str]:
+def _marked(mark: str) -> dict[str, str]:
     """Processes with the mark, except the warm one."""
     found = {}
     for environ in Path("/proc").glob("[0-9]*/environ"):
         try:
-            if mark.encode() in environ.read_bytes().split(b"\0") and int(environ.parent.name) not in but:
+            if mark.encode() in environ.read_bytes().split(b"\0") and int(environ.parent.name) not in _warm:
                 command = (environ.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[f"process {environ.parent.name}"] = command[:200]
         except OSError:  # it has ended, or is another user's
