@@ -7,6 +7,7 @@ __all__ = ["Clocks"]
 
 _ENOUGH = 10  # datagrams; the fastest of them has hardly waited anywhere
 _SKEW = 1.0  # seconds that confuse a reader of logs
+_ROUNDING = 1e-3  # seconds; a round trip is shorter only where a clock was set in between
 
 
 class Clocks:
@@ -45,7 +46,7 @@ class Clocks:
         count, least = self._seen.get(host, (0, float("inf")))
         self._seen[host] = (count + 1, min(least, now - sent))
         here = self.least(host)
-        if here is None or back is None or host in self._told or here + back < 0:  # a clock was set in between
+        if here is None or back is None or host in self._told or here + back < -_ROUNDING:
             return ""
         lowest, highest = -here, back  # that clock less this one
         if lowest < _SKEW and highest > -_SKEW:
@@ -54,6 +55,6 @@ class Clocks:
         way = "behind" if highest < 0 else "ahead of"
         return (
             f"holmes: the clock of host {host} is {abs(lowest + highest) / 2:.1f} s {way} that of {self._host} "
-            f"(measured to {(highest - lowest) / 2:.2g} s): times in their logs do not compare; keep clocks in step "
-            "(chronyc tracking, timedatectl)"
+            f"(measured to {max(0.0, highest - lowest) / 2:.2g} s): times in their logs do not compare; keep clocks in "
+            "step (chronyc tracking, timedatectl)"
         )

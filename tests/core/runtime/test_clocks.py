@@ -64,6 +64,12 @@ def test_delays_alone_say_nothing() -> None:
     assert talk(0.9, [0.0] * 50, [0.0] * 50) == []
 
 
+def test_no_delay_at_all_is_no_clock_that_was_set() -> None:
+    """Of large numbers the differences are rounded, and a round trip of nothing may come out below it."""
+    for skew in (15.289622147064527, -33.3, 2.7182818):
+        assert len(talk(skew, [0.0] * 12, [0.0] * 12)) == 1
+
+
 def test_a_clock_that_is_set_in_between_is_not_judged() -> None:
     clocks = Clocks("a1")
     assert not any(clocks.heard("b1", 1000.0 + i, 900.0 + i, back=2.0) for i in range(50))
