@@ -50,7 +50,7 @@ _STAGES_PER_RANK = {  # schedule -> (smallest, largest, default) number of stage
     "dualpipev": (2, 2, 2),
 }
 _CHOICES = {
-    "sharding": ("optimizer", "none"),
+    "sharding": ("auto", "optimizer", "none"),
     "loss_weight": ("auto", "tokens", "samples", "sum"),
     "init": ("auto", "meta"),
     "embedding": ("auto", "first", "last"),
@@ -62,7 +62,7 @@ _CHOICES = {
 _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
 _FLAGS = (
-    "check_loss", "checkpoint_async", "defer_weights", "dynamic_shapes", "last_stage_on_rank_zero", "overlap",
+    "check_loss", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap",
     "print_plan",
 )  # fmt: skip
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
@@ -97,18 +97,19 @@ class HolmesConfig(Value):
     schedule: str = "1f1b"
     """Pipeline schedule, one of SCHEDULES; torch's class names (``Interleaved1F1B``) are understood, too."""
 
-    run_ahead: int = 0
+    run_ahead: int | None = None
     """Micro-batches that 1f1b runs ahead at each pipeline edge between clusters, to hide the slow link's round trip;
-    costs their activations. The numbers stay the same."""
+    costs their activations. The numbers stay the same. Decided by prediction where the job measures, else 0."""
 
     wire_dtype: str = "same"
     """Dtype of activations and their gradients between clusters: ``same`` as in the model, which leaves all numbers as
     they are, or that of the ``compute`` under mixed precision: half the bytes, rounded once more; or ``int8``: a
     quarter of float32's bytes, with a scale for every 256 elements; losses change a little (docs/slow-link.md)."""
 
-    defer_weights: bool = False
+    defer_weights: bool | None = None
     """Whether 1f1b puts off the weights' part of its first and last backward passes, to be idle less at the start and
-    the end of a batch (as ZB-H1); costs the activations of as many micro-batches. The numbers stay the same."""
+    the end of a batch (as ZB-H1); costs the activations of as many micro-batches. The numbers stay the same. Decided by
+    prediction where the job measures, else false."""
 
     overlap: bool = True
     """Whether gradients are summed over replicas while the last backward of a step still runs."""
@@ -148,13 +149,15 @@ class HolmesConfig(Value):
     embedding: str = "auto"
     """Which pipeline rank runs the input embedding: ``first``, or ``last``, beside the head. Where both share their
     weight and lie in different clusters, ``auto`` means ``last``: embedded micro-batches, which pass while others
-    compute, then cross the slow network instead of the weight's gradient, for which everybody waits."""
+    compute, then cross the slow network instead of the weight's gradient, for which everybody waits. Where the job
+    measures, the one that is predicted to be faster."""
 
     placement: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Where modules outside the list of blocks live: module name -> ``first``, ``last``, ``ends`` or ``all``."""
 
-    sharding: str = "optimizer"
-    """What replicas share: the ``optimizer`` step and its states (each parameter has one owner), or ``none``."""
+    sharding: str = "auto"
+    """What replicas share: the ``optimizer`` step and its states (each parameter has one owner), or ``none``. ``auto``
+    means ``optimizer`` unless the job measures, ``none`` is predicted to be faster, and fits the memory."""
 
     loss_weight: str = "auto"
     """How micro-batch losses add up to the batch's: by ``tokens``, by ``samples``, as a ``sum``, or ``auto``."""
@@ -207,7 +210,8 @@ class HolmesConfig(Value):
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None:
                 _check_int(name, value, at_least=1)
-        _check_int("run_ahead", self.run_ahead, at_least=0)
+        if self.run_ahead is not None:
+            _check_int("run_ahead", self.run_ahead, at_least=0)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "true or false")
@@ -217,8 +221,9 @@ class HolmesConfig(Value):
             limit = self.memory_limit
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
                 _refuse("memory_limit", limit, "a number of GiB, or 0")
-        if self.recompute is not None and not isinstance(self.recompute, bool):
-            _refuse("recompute", self.recompute, "true or false")
+        for name in ("recompute", "defer_weights"):
+            if (value := getattr(self, name)) is not None and not isinstance(value, bool):
+                _refuse(name, value, "true or false")
         put("schedule", normalize_schedule(self.schedule))
         put("resume", "off" if str(self.resume) == "False" else self.resume)  # yaml reads off as false
         for name, choices in _CHOICES.items():

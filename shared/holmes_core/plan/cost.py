@@ -18,6 +18,7 @@ from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
 from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight, pipeline_seconds
 from holmes_core.plan.cost_values import COMPUTE_EFFICIENCY, RUNTIME_BYTES, Choice, Job, Prediction, StageCosts
 from holmes_core.plan.hardware import Measured
+from holmes_core.plan.one_f_one_b import embedding_lead
 
 __all__ = [
     "ACTION_OPERATIONS",
@@ -150,7 +151,8 @@ class CostModel:
         transient = [arriving + (x * self._largest_block // tp if choice.recompute else 0)] * pp
         transient[rank_of[-1]] += x * profile.head_activation_bytes // tp
         if choice.embedding_on_last:  # micro-batches that were embedded ahead
-            transient[rank_of[-1]] += (pp + 1) * x * profile.boundary_bytes
+            lead = embedding_lead(pp, choice.ahead(), split=choice.split)
+            transient[rank_of[-1]] += lead * x * profile.boundary_bytes
         sharded = choice.sharding != "none"
         owners = dp if sharded else 1  # replicas that share the optimizer's work
         clusters = job.hardware.clusters
@@ -163,9 +165,10 @@ class CostModel:
             again=tuple(again),
             edges=edges,
             sent=x * profile.boundary_bytes,
-            reduce_seconds=tuple(seconds for seconds, _, _ in gradient),
-            gather_seconds=tuple(seconds for _, seconds, _ in gradient),
-            gradient_bytes=tuple(moved for _, _, moved in gradient),
+            copy_seconds=tuple(copied for copied, *_ in gradient),
+            reduce_seconds=tuple(seconds for _, seconds, _, _ in gradient),
+            gather_seconds=tuple(seconds for _, _, seconds, _ in gradient),
+            gradient_bytes=tuple(moved for *_, moved in gradient),
             optimizer_seconds=tuple(
                 n * job.trainable * (measured.optimizer / owners)
                 if (measured := clusters[place.cluster].measured) and measured.optimizer
@@ -180,6 +183,7 @@ class CostModel:
             ending_bytes=tuple(int(n * ending) for n in parameters),
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-job.samples(dp) // x)),
+            covering=tuple(self._covering(choice, rank, backward) for rank in range(pp)),
         )
 
     def empty_costs(self, choice: Choice) -> StageCosts:
@@ -210,16 +214,20 @@ class CostModel:
             pp=pp,
             port=costs.port_seconds(),
             weights=weights,
+            further=choice.further() if choice.schedule == "1f1b" else (),
         )
         if costs.embedded is not None:
             pipeline += 2 * (costs.sent / costs.embedded.bandwidth + costs.embedded.latency)
-        memory = []
+        memory, more = [], choice.kept()
         for rank in range(pp):
             stages = choice.stages_of(rank) if v > 1 else [rank]
-            held = in_flight(choice.schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m)
+            held = in_flight(
+                choice.schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m, further=more[rank]
+            )
             mean = sum(costs.activation_bytes[stage] for stage in stages) / v
             memory.append(costs.memory_bytes(rank, int(held * mean)))
-        gradient = max(costs.exposed_seconds(rank, self.job.overlap) for rank in range(pp)) + costs.tied_seconds
+        exposed = [costs.exposed_reduce(rank, self.job.overlap) + costs.gather_seconds[rank] for rank in range(pp)]
+        gradient = max(exposed) + costs.tied_seconds
         return self.assemble(choice, costs, pipeline, tuple(memory), gradient)
 
     def assemble(
@@ -265,11 +273,19 @@ class CostModel:
     def _edge(self, a: Place, b: Place, same: bool, width: int) -> Edge:
         return INSIDE_RANK if same else self.network.edge(a, b, width)
 
-    def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float]:
-        """Seconds to sum a stage's gradients over its replicas and to hand out parameters; bytes between hosts."""
+    def _covering(self, choice: Choice, rank: int, backward: Sequence[float]) -> float:
+        """Seconds of the backward pass under which the last gradients travel: that of the rank's first stage.
+
+        Split passes tell of their gradients only when the whole stage is done.
+        """
+        whole = choice.schedule not in ZERO_BUBBLE and not (choice.split and rank)
+        return backward[choice.stages_of(rank)[0]] if whole and self.job.device_type != "cpu" else 0.0
+
+    def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float, float]:
+        """Seconds to put a stage's gradients together, to sum them, to hand out parameters; bytes between hosts."""
         dp, tp = choice.dp, choice.tp
         if dp == 1:
-            return 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0
         part = (dp - 1) / dp * parameters
         # To the owners and back as parameters; or all around, so that every replica has the sums.
         reduced = part * self.bytes.gradients * (2 if choice.sharding == "none" else 1)
@@ -284,11 +300,12 @@ class CostModel:
         between = self.network.ring_bandwidth(place, dp)
         if not between:
             local = self.network.local_bandwidth(place.cluster)
-            return reduced / local + before, handed_out / local + after, 0.0
+            return before, reduced / local, handed_out / local + after, 0.0
         # One ring per tp rank, all through the same ports.
         hosts = place.last_host - place.first_host + 1
         return (
-            tp * reduced / between + before,
+            before,
+            tp * reduced / between,
             tp * handed_out / between + after,
             tp * (reduced + handed_out) * hosts,
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 from holmes_core.config import V_SCHEDULES
 
@@ -51,7 +52,9 @@ def stages_by_rank(schedule: str, pp: int, virtual_stages: int) -> tuple[tuple[i
     return tuple(tuple(stages) for stages in found)
 
 
-def in_flight(schedule: str, *, rank: int, pp: int, virtual_stages: int, num_microbatches: int) -> int:
+def in_flight(
+    schedule: str, *, rank: int, pp: int, virtual_stages: int, num_microbatches: int, further: int = 0
+) -> int:
     """Return how many (micro-batch, stage) activations a pp rank keeps at most.
 
     1F1B: min(m, pp - rank). GPipe: all m. Interleaved 1F1B: its warm-up and one (Narayanan et al. 2021, section 2.2).
@@ -63,12 +66,13 @@ def in_flight(schedule: str, *, rank: int, pp: int, virtual_stages: int, num_mic
         pp: Ranks along the pipeline.
         virtual_stages: Stages per rank.
         num_microbatches: Micro-batches per step.
+        further: Micro-batches whose activations 1F1B is made to keep besides.
     """
     total = num_microbatches * virtual_stages
     if schedule in _ALL_FORWARD_FIRST:
         return total
     if schedule == "1f1b":
-        return min(total, pp - rank)
+        return min(total, pp - rank + further)
     if schedule == "zbv":  # as many as 1F1B's first rank, on every rank, in half-size stages
         return min(total, 2 * pp, num_microbatches + 1 + rank)
     if schedule == "dualpipev":
@@ -91,6 +95,7 @@ def pipeline_seconds(
     pp: int,
     port: float = 0.0,
     weights: Sequence[float] = (),
+    further: Sequence[int] = (),
 ) -> float:
     """Return the time from the first forward to the last backward pass.
 
@@ -104,6 +109,7 @@ def pipeline_seconds(
         pp: Ranks along the pipeline; `rank_of_stage` says which runs a stage.
         port: Seconds per micro-batch that the busiest port sends, where edges share one.
         weights: Seconds of the weights' part of each stage's backward pass, where the schedule splits them.
+        further: Micro-batches by which each rank of 1F1B is made to run ahead.
     """
     m = num_microbatches
     hops = [s + t for s, t in zip(send, latency, strict=True)]
@@ -111,7 +117,7 @@ def pipeline_seconds(
     if pp == 1:
         return m * sum(work)
     if schedule == "1f1b":
-        pace = max(_slowest_cycle(work, hops, m), max(send), port)
+        pace = max(_slowest_cycle(work, hops, m, further), max(send), port)
         return sum(work) + 2 * sum(hops) + (m - 1) * pace
     virtual = len(forward) // pp
     if schedule in _ALL_FORWARD_FIRST:
@@ -130,15 +136,19 @@ def pipeline_seconds(
     return fill + m * max(busiest, port, round_trip / held if m > held else 0.0)
 
 
-def _slowest_cycle(work: Sequence[float], hops: Sequence[float], longest: int) -> float:
-    """Return the largest mean over runs of stages of their work and twice the hops between them."""
+def _slowest_cycle(work: Sequence[float], hops: Sequence[float], longest: int, further: Sequence[int] = ()) -> float:
+    """Return the largest mean over runs of stages of their work and twice the hops between them.
+
+    A stage that is made to run further ahead than the next has as many micro-batches more under way between them.
+    """
     pace = max(work)
+    more = [a - b for a, b in pairwise(further)] if further else [0] * len(hops)
     if not any(hops):
         return pace
     for _ in range(64):  # each round finds the run that exceeds the pace by most, and takes its mean as the pace
         best, total, start, run = 0.0, 0.0, 0, (0, 0)
         for stage, seconds in enumerate(work):
-            with_before = total + 2 * hops[stage - 1] if stage else 0.0
+            with_before = total + 2 * hops[stage - 1] - more[stage - 1] * pace if stage else 0.0
             if stage and with_before > 0 and stage - start < longest:
                 total = with_before + seconds - pace
             else:
@@ -148,5 +158,5 @@ def _slowest_cycle(work: Sequence[float], hops: Sequence[float], longest: int) -
         if not best:
             return pace
         a, e = run
-        pace = (sum(work[a : e + 1]) + 2 * sum(hops[a:e])) / (e - a + 1)
+        pace = (sum(work[a : e + 1]) + 2 * sum(hops[a:e])) / (e - a + 1 + sum(more[a:e]))
     return pace

@@ -19,6 +19,8 @@ __all__ = ["COMPUTE_EFFICIENCY", "RUNTIME_BYTES", "Choice", "Job", "Prediction",
 COMPUTE_EFFICIENCY = 0.55
 #: Bytes that CUDA, its libraries and the communicators take on every GPU.
 RUNTIME_BYTES = int(1.5 * 2**30)
+#: Buckets in which gradients travel (`runtime.data_parallel`), about.
+BUCKETS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +33,8 @@ class Job(Value):
         batch: Samples per step over all replicas.
         precision: A key of PRECISIONS.
         efficiency: Part of the peak that compute reaches, where no speed was measured.
-        overlap: Part of summing gradients that is hidden behind compute, 0 to 1.
+        overlap: Part of summing gradients that is hidden behind compute, 0 to 1. None: as much as passes while the
+            step's last backward runs; on processors nothing, because there summing takes its time from computing.
         replica_batch: Samples of one replica's batch, where the data loader decides that; `batch` is then not looked
             at, and the layout that trains most samples per second is the fastest. 0: `batch` decides.
         runtime_bytes: What every rank occupies besides the model.
@@ -44,7 +47,7 @@ class Job(Value):
     batch: int
     precision: str = "bf16-mixed"
     efficiency: float = COMPUTE_EFFICIENCY
-    overlap: float = 0.0
+    overlap: float | None = None
     replica_batch: int = 0
     runtime_bytes: int = RUNTIME_BYTES
     trainable: float = 1.0
@@ -72,6 +75,8 @@ class Choice(Value):
         embedding_on_last: Whether the last rank runs the input embedding, too, and sends what it has embedded to the
             first.
         sharding: ``optimizer`` (each parameter is stepped by one replica, which hands it out) or ``none``.
+        run_ahead: Micro-batches that 1F1B runs further ahead at each edge between clusters.
+        defer_weights: Whether 1F1B puts off the weights' part of its first and last backward passes.
     """
 
     tp: int
@@ -85,6 +90,8 @@ class Choice(Value):
     layers_per_stage: tuple[int, ...] = ()
     embedding_on_last: bool = False
     sharding: str = "optimizer"
+    run_ahead: int = 0
+    defer_weights: bool = False
 
     @property
     def pp(self) -> int:
@@ -114,14 +121,43 @@ class Choice(Value):
         """Return the stages a pp rank runs, ascending."""
         return stages_by_rank(self.schedule, self.pp, self.virtual_stages)[rank]
 
+    def ahead(self) -> tuple[int, ...]:
+        """Return, per pp rank, the forwards 1F1B runs ahead: ``run_ahead`` for each later edge between clusters."""
+        if self.schedule != "1f1b" or not self.run_ahead:
+            return ()
+        return tuple(
+            self.run_ahead * (len(self.stages) - 1 - index)
+            for index, count in enumerate(self.stages)
+            for _ in range(count)
+        )
+
+    @property
+    def split(self) -> bool:
+        """Whether weights' parts are put off."""
+        return self.defer_weights and self.schedule == "1f1b" and self.pp > 1
+
+    def further(self) -> tuple[int, ...]:
+        """Return, per pp rank, how many more forward passes than in plain 1F1B come before its first backward."""
+        ahead = self.ahead() or (0,) * self.pp
+        return tuple(a + (self.pp - 1 - rank if self.split else 0) for rank, a in enumerate(ahead))
+
+    def kept(self) -> tuple[int, ...]:
+        """Return, per pp rank, how many more micro-batches' activations than plain 1F1B it keeps at most.
+
+        Those that it is further ahead, and those whose weights' part it puts off.
+        """
+        return tuple(more + (rank if self.split else 0) for rank, more in enumerate(self.further()))
+
     def describe(self) -> str:
         """Return the choice on one line."""
         virtual = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
         recompute = ", recompute" if self.recompute else ""
         recompute += f", sharding {self.sharding}" if self.sharding != "optimizer" and self.dp > 1 else ""
+        ahead = f", {self.run_ahead} ahead" if any(self.ahead()) else ""
+        deferred = ", deferred weights" if self.split else ""
         return (
             f"pp {self.pp} x dp {self.dp} x tp {self.tp}, {self.schedule}{virtual}, "
-            f"micro-batch {self.micro_batch_size}{recompute}"
+            f"micro-batch {self.micro_batch_size}{ahead}{deferred}{recompute}"
         )
 
 
@@ -136,7 +172,8 @@ class StageCosts:
         edges: The way from each stage to the next.
         embedded: The way from the last rank to the first, where the last runs the embedding; else None.
         sent: Bytes one rank sends over an edge per micro-batch, in each direction.
-        reduce_seconds: Per pp rank, per step: gradients are summed.
+        copy_seconds: Per pp rank, per step: gradients are copied together, and added up.
+        reduce_seconds: The same: they are on their way.
         gather_seconds: The same: parameters are handed out.
         gradient_bytes: Per pp rank: what its rings move between hosts in one step.
         optimizer_seconds: Per pp rank, per step.
@@ -147,6 +184,7 @@ class StageCosts:
         ending_bytes: Per pp rank: what the end of a step needs besides, when activations are gone.
         limit_bytes: Per pp rank: memory that can be used.
         num_microbatches: Per step and replica.
+        covering: Per pp rank: the backward pass under which the last of its gradients travel; 0: none does.
     """
 
     forward: tuple[float, ...]
@@ -154,6 +192,7 @@ class StageCosts:
     again: tuple[float, ...]
     edges: tuple[Edge, ...]
     sent: int
+    copy_seconds: tuple[float, ...]
     reduce_seconds: tuple[float, ...]
     gather_seconds: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
@@ -165,6 +204,7 @@ class StageCosts:
     ending_bytes: tuple[int, ...]
     limit_bytes: tuple[int, ...]
     num_microbatches: int
+    covering: tuple[float, ...]
     embedded: Edge | None = None
 
     def send_seconds(self, edge: int) -> float:
@@ -184,9 +224,14 @@ class StageCosts:
         """Return a pp rank's peak: while it computes with ``kept`` bytes of activations, or at the end of the step."""
         return self.static_bytes[rank] + max(kept + self.transient_bytes[rank], self.ending_bytes[rank])
 
-    def exposed_seconds(self, rank: int, overlap: float) -> float:
-        """Return what a pp rank's gradients and parameters take when it does nothing else."""
-        return self.reduce_seconds[rank] * (1 - overlap) + self.gather_seconds[rank]
+    def exposed_reduce(self, rank: int, overlap: float | None) -> float:
+        """Return what summing a pp rank's gradients takes when it does nothing else."""
+        travel = self.reduce_seconds[rank]
+        if overlap is not None:
+            return (self.copy_seconds[rank] + travel) * (1 - overlap)
+        if self.covering[rank]:  # the last bucket leaves when the backward ends
+            travel = max(travel / BUCKETS, travel - self.covering[rank])
+        return self.copy_seconds[rank] + travel
 
     def port_seconds(self) -> float:
         """Return how long the busiest port sends per micro-batch."""

@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 
 from holmes_core.cluster.probe import ProbeResult
 from holmes_core.cluster.topology import Topology
-from holmes_core.config import V_SCHEDULES, HolmesConfig
+from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
 from holmes_core.plan.cost_schedule import RECOMPUTED_FOR_WEIGHTS, ZERO_BUBBLE
 from holmes_core.plan.grid import make_grid, ranks_in_order
 from holmes_core.plan.layout import Layout, choose_layout, default_num_microbatches
+from holmes_core.plan.means import choose_means
 from holmes_core.plan.partition import equal_partition
 from holmes_core.plan.probe import hardware_of
 from holmes_core.plan.profile import ModelProfile
@@ -148,7 +149,10 @@ def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeRes
         last_stage_on_rank_zero=config.last_stage_on_rank_zero,
     )
     order = tuple(dict.fromkeys(topology.cluster_index(stage[0][0]) for stage in grid.ranks))
-    usual = _usual(model, config, layout, order, probe, fixed)
+    rule = usual = _usual(model, config, layout, order, probe, fixed)
+    if probe is not None and usual.prediction.fits and usual.choice.schedule in SIMULATED:
+        choice, prediction = choose_means(model, usual.choice, fixed)
+        usual = Candidate(choice=choice, prediction=prediction)
     chosen, notes = usual, []
     open_degrees = None in (config.pp, config.dp, config.tp) and not _described(config)
     if open_degrees and (probe is not None or not _fits(model, usual, step)):
@@ -170,8 +174,11 @@ def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeRes
             f"{config.schedule} splits backward passes, and torch recomputes a block for each weight of it: about "
             f"{RECOMPUTED_FOR_WEIGHTS + 1} times; 1f1b recomputes it once"
         )
+    if means := _means(rule.choice, chosen.choice, config):
+        faster = f"; together {_speed(usual) / _speed(rule) - 1:.0%} more samples per second" if chosen is usual else ""
+        notes.append(f"by what was measured: {', '.join(means)}{faster}")
     return Decision(
-        config=_filled(config, chosen, usual, probe),
+        config=_filled(config, chosen, rule, probe),
         topology=ordered(topology, chosen.choice.order) if chosen.choice.order != order else topology,
         prediction=chosen.prediction,
         recompute=recompute,
@@ -209,7 +216,9 @@ def _limits(config: HolmesConfig, topology: Topology, step: Step) -> Limits:
         micro_batch_size=config.micro_batch_size,
         num_microbatches=config.num_microbatches,
         recompute=True if step.recomputes else config.recompute,
-        sharding=config.sharding,
+        sharding=None if config.sharding == "auto" else config.sharding,
+        run_ahead=config.run_ahead,
+        defer_weights=config.defer_weights,
         last=None if v_schedule else zero,
         first=zero if v_schedule else None,
         partition=config.partition,
@@ -247,7 +256,9 @@ def _usual(
         micro_batch_size=-(-batch // m),
         recompute=bool(fixed.recompute),
         embedding_on_last=layout.embedding_on_last,
-        sharding=config.sharding,
+        sharding=layout.sharding,
+        run_ahead=layout.run_ahead,
+        defer_weights=layout.defer_weights,
     )
     found = _with_blocks(model, config, choice, probe)
     if found.prediction.fits or fixed.recompute is not None:
@@ -299,16 +310,38 @@ def _degrees(choice: Choice) -> str:
     return f"pp {choice.pp} x dp {choice.dp} x tp {choice.tp}"
 
 
-def _filled(config: HolmesConfig, chosen: Candidate, usual: Candidate, probe: ProbeResult | None) -> HolmesConfig:
+def _means(rule: Choice, choice: Choice, config: HolmesConfig) -> list[str]:
+    """What a choice does that the rules would not, in the words of the settings."""
+    found = []
+    if choice.run_ahead != rule.run_ahead and choice.pp > 1:
+        found.append(f"run_ahead: {choice.run_ahead}")
+    if choice.split != rule.split:
+        found.append(f"defer_weights: {str(choice.split).lower()}")
+    if choice.sharding != rule.sharding:
+        found.append(f"sharding: {choice.sharding}")
+    if config.embedding == "auto" and choice.pp == rule.pp and choice.embedding_on_last != rule.embedding_on_last:
+        found.append(f"embedding: {'last' if choice.embedding_on_last else 'first'}")
+    if choice.pp == rule.pp and choice.dp == rule.dp and choice.micro_batch_size != rule.micro_batch_size:
+        found.append(f"micro_batch_size: {choice.micro_batch_size}")
+    return found
+
+
+def _filled(config: HolmesConfig, chosen: Candidate, rule: Candidate, probe: ProbeResult | None) -> HolmesConfig:
     choice = chosen.choice
-    changes: dict[str, object] = {}
-    if _degrees(choice) != _degrees(usual.choice):
+    changes: dict[str, object] = {"sharding": choice.sharding}
+    if choice.pp > 1 and choice.schedule == "1f1b":
+        changes.update(run_ahead=choice.run_ahead, defer_weights=choice.defer_weights)
+    if choice.pp > 1 and config.embedding == "auto" and choice.schedule in EMBEDDING_SCHEDULES:
+        changes.update(embedding="last" if choice.embedding_on_last else "first")
+    if _degrees(choice) != _degrees(rule.choice):
         changes.update(pp=choice.pp, dp=choice.dp, tp=choice.tp)
+    elif choice.micro_batch_size != rule.choice.micro_batch_size:
+        changes.update(micro_batch_size=choice.micro_batch_size)
     even = equal_partition(sum(choice.layers_per_stage), choice.num_stages)
     by_rule = config.partition == "paper" and not config.cluster_speeds and probe is not None
     if not _described(config) and (choice.layers_per_stage != even or by_rule):
         changes.update(layers_per_stage=choice.layers_per_stage)
-    return replace(config, **changes) if changes else config  # type: ignore[arg-type]
+    return replace(config, **changes)  # type: ignore[arg-type]
 
 
 def _too_large(

@@ -49,6 +49,9 @@ class Layout(Value):
         schedule: Name in ``config.SCHEDULES``.
         embedding_on_last: Whether stage 0 is the input embedding alone, on the last pipeline rank, beside the head. A
             tied weight then lives on one rank and its gradient crosses no network; embedded micro-batches do instead.
+        run_ahead: Micro-batches that 1F1B runs ahead at each edge between clusters.
+        defer_weights: Whether 1F1B puts off weights' gradients at both ends of a step.
+        sharding: ``optimizer`` (replicas share its work and states) or ``none``.
     """
 
     tp: int
@@ -59,6 +62,9 @@ class Layout(Value):
     micro_batch_size: int | None = None
     schedule: str = "1f1b"
     embedding_on_last: bool = False
+    run_ahead: int = 0
+    defer_weights: bool = False
+    sharding: str = "optimizer"
 
     def __post_init__(self) -> None:
         """Check that all numbers are positive."""
@@ -147,6 +153,9 @@ def choose_layout(topology: Topology, config: HolmesConfig, model: ModelFacts) -
         micro_batch_size=config.micro_batch_size,
         schedule=config.schedule,
         embedding_on_last=_embedding_on_last(topology, config, model, pp),
+        run_ahead=config.run_ahead or 0,
+        defer_weights=bool(config.defer_weights),
+        sharding="none" if config.sharding == "none" else "optimizer",
     )
     if config.layers_per_stage is None and config.split_points is None and layout.block_stages > model.num_blocks:
         stages = f"{layout.block_stages} stages (pp {pp} x {layout.virtual_stages} per rank)"

@@ -23,7 +23,7 @@ __all__ = ["check_followed", "check_topology", "config_of_plan", "differences", 
 
 _FROM_PLAN = (
     "pp", "dp", "tp", "schedule", "virtual_stages", "num_microbatches", "micro_batch_size", "layers_per_stage",
-    "split_points", "embedding", "recompute", "clusters",
+    "split_points", "embedding", "recompute", "run_ahead", "defer_weights", "sharding", "clusters",
 )  # fmt: skip
 
 
@@ -96,6 +96,9 @@ def _settings(plan: Plan) -> dict[str, object]:
         "embedding": "last" if layout.embedding_on_last else "first",
         "split_points": plan.split_points or None,
         "recompute": plan.recompute or None,
+        "run_ahead": layout.run_ahead,
+        "defer_weights": layout.defer_weights,
+        "sharding": layout.sharding,
         "clusters": tuple(_spec(plan, index) for index in range(len(plan.topology.clusters))),
     }
 

@@ -16,6 +16,7 @@ from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
 from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight
+from holmes_core.plan.means import choose_means
 from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition, self_adapting_partition
 from holmes_core.plan.search_space import Limits, choices_of, divisors, orders_of, reordered
 from holmes_core.plan.simulate import predict_by_simulation
@@ -26,6 +27,7 @@ __all__ = ["Candidate", "Limits", "SearchResult", "candidates", "search", "split
 _ORDERS_IN_FULL = 3000  # predictions up to which every order of the clusters is tried with every layout
 _SHORTLIST = 24
 _ACTIONS = 100_000  # most actions simulated in one search
+_WITH_MEANS = 3  # kinds of layouts that get what hides their waiting (`means`)
 _SAME = 1e-3  # relative difference below which fewer stages, and a plainer order of clusters, win
 
 
@@ -97,7 +99,7 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
         raise _nothing(model, limits, tried, orders[0])
     place = {order: index for index, order in enumerate(orders)}
     fitting.sort(key=_seconds)
-    ranked = _simulated(model, fitting, limits.partition)
+    ranked = _with_means(model, _simulated(model, fitting, limits.partition), limits)
     near = [one for one in ranked if _seconds(one) <= (1 + _SAME) * _seconds(ranked[0])]
     best = min(near, key=lambda one: (one.choice.num_stages, place.get(one.choice.order, 0), _seconds(one)))
     runners: dict[tuple[object, ...], Candidate] = {}
@@ -119,8 +121,7 @@ def candidates(model: CostModel, limits: Limits, orders: Sequence[tuple[int, ...
     """Predict every legal layout in closed form, whether it fits the memory or not.
 
     Recomputation is tried only where a layout does not fit without it: it is never faster; nor with zero-bubble
-    schedules, whose weights' parts recompute blocks many times, unless such a schedule is asked for. Nor are optimizers
-    tried that are not shared where summing gradients is not hidden: they send as much, step more, need more memory.
+    schedules, whose weights' parts recompute blocks many times, unless such a schedule is asked for.
     """
     for order in orders:
         for choice in choices_of(model.job, limits, order):
@@ -189,9 +190,12 @@ def _block_limits(model: CostModel, choice: Choice) -> list[int]:
     weights = parameters * model.bytes.static(choice.dp, sharded=sharded)
     ended = weights + parameters * model.bytes.ending(choice.dp, sharded=sharded)
     found = [0] * choice.num_stages
+    more = choice.kept()
     for rank in range(choice.pp):
         stages = choice.stages_of(rank)
-        held = in_flight(choice.schedule, rank=rank, pp=choice.pp, virtual_stages=v, num_microbatches=m)
+        held = in_flight(
+            choice.schedule, rank=rank, pp=choice.pp, virtual_stages=v, num_microbatches=m, further=more[rank]
+        )
         room = empty.limit_bytes[rank] - empty.static_bytes[rank]
         # What stages have sent stays, however few blocks they have.
         handed_on = held * sum(empty.activation_bytes[stage] for stage in stages) / v
@@ -242,6 +246,9 @@ def _simulated(model: CostModel, fitting: Sequence[Candidate], partition: str) -
     for one in fitting:
         first.setdefault(_key(one.choice), one)
     leaders = list(first.values())[: _SHORTLIST // 2]
+    # And those that would be fast if their gradients took no time: what hides them is chosen later.
+    unseen = [one for one in first.values() if one.choice.dp > 1 and one not in leaders]
+    leaders += sorted(unseen, key=_computing)[:_WITH_MEANS]
     chosen = {id(one) for one in leaders}
     others = [one for one in fitting[:_SHORTLIST] if id(one) not in chosen]
     done: list[Candidate] = []
@@ -256,6 +263,20 @@ def _simulated(model: CostModel, fitting: Sequence[Candidate], partition: str) -
         done.append(Candidate(choice=choice, prediction=predict_by_simulation(model, choice)) if known else one)
     # Of several stages per rank the closed form knows the memory on average only.
     return sorted([one for one in done if one.prediction.fits] or done, key=_seconds)
+
+
+def _with_means(model: CostModel, ranked: Sequence[Candidate], limits: Limits) -> list[Candidate]:
+    """Give the fastest of each of the best kinds what hides its waiting, and rank them again."""
+    first: dict[tuple[object, ...], Candidate] = {}
+    for one in ranked:
+        if one.choice.schedule in SIMULATED:
+            first.setdefault(_key(one.choice), one)
+    fastest = list(first.values())[:_WITH_MEANS]
+    fastest += [one for one in sorted(first.values(), key=_computing)[:_WITH_MEANS] if one not in fastest]
+    better = {id(one): choose_means(model, one.choice, limits) for one in fastest}
+    done = [Candidate(choice=better[id(one)][0], prediction=better[id(one)][1]) if id(one) in better else one
+            for one in ranked]  # fmt: skip
+    return sorted(done, key=_seconds)
 
 
 def _resplit(model: CostModel, choice: Choice) -> Choice:
@@ -280,18 +301,25 @@ def _seconds(one: Candidate) -> float:
     return 1 / one.prediction.tokens_per_second
 
 
+def _computing(one: Candidate) -> float:
+    """Seconds per token without gradients."""
+    p = one.prediction
+    return (1 - p.gradient_seconds / p.step_seconds) / p.tokens_per_second
+
+
 def _excess(one: Candidate) -> float:
     p = one.prediction
     return max(need / have for need, have in zip(p.memory_bytes, p.limit_bytes, strict=True))
 
 
 def _key(choice: Choice) -> tuple[object, ...]:
-    return choice.pp, choice.dp, choice.tp, choice.schedule, choice.virtual_stages, choice.sharding
+    return choice.pp, choice.dp, choice.tp, choice.schedule, choice.virtual_stages
 
 
 def _fitting(model: CostModel, limits: Limits, order: tuple[int, ...]) -> str:
     """Say which layout fits the memory and keeps most of what was fixed; of those the fastest. Empty: none does."""
-    names = ("pp", "dp", "tp", "schedule", "virtual_stages", "micro_batch_size", "recompute", "sharding")
+    names = ("pp", "dp", "tp", "schedule", "virtual_stages", "micro_batch_size", "recompute", "sharding", "run_ahead",
+             "defer_weights")  # fmt: skip
     fixed = {name: value for name in names if (value := getattr(limits, name)) is not None}
     free = replace(limits, **dict.fromkeys(fixed))  # type: ignore[arg-type]
     found = [one for one in candidates(model, free, [order]) if one.prediction.fits]

@@ -84,7 +84,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     add("--rank-zero", metavar="NAME", help="the cluster global rank 0 is started in: it comes last in the pipeline")
     add("--efficiency", type=float, default=COMPUTE_EFFICIENCY, metavar="X",
         help=f"part of the GPUs' peak that compute reaches (default {COMPUTE_EFFICIENCY})")  # fmt: skip
-    add("--overlap", type=float, default=0.0, metavar="X", help="part of summing gradients that is hidden")
+    add("--overlap", type=float, metavar="X",
+        help="part of summing gradients that is hidden (default: what passes under the last backward)")  # fmt: skip
 
 
 def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Limits]:
@@ -97,7 +98,7 @@ def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Lim
         if (value := getattr(given, name)) is not None and value < (0 if name in ("batch", "seq") else 1):
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(seen=f"{flag} {value}", where=flag, do="give a positive number")
-    if not 0 < given.efficiency <= 1 or not 0 <= given.overlap <= 1:
+    if not 0 < given.efficiency <= 1 or not 0 <= (given.overlap or 0) <= 1:
         raise ConfigError(
             seen=f"--efficiency {given.efficiency}, --overlap {given.overlap}", do="give numbers from 0 to 1"
         )
@@ -160,6 +161,8 @@ def config_of(specs: tuple[ClusterSpec, ...], best: Candidate) -> HolmesConfig:
         recompute=choice.recompute or None,
         embedding="last" if choice.embedding_on_last else "auto",
         sharding=choice.sharding,
+        run_ahead=choice.run_ahead if choice.ahead() else None,
+        defer_weights=True if choice.split else None,
         clusters=tuple(specs[index] for index in choice.order),
     )
 
@@ -200,8 +203,9 @@ def _yaml(config: HolmesConfig, job: Job, result: SearchResult) -> str:
         lines.append("recompute: true  # without it the memory would not do")
     if choice.embedding_on_last:
         lines.append("embedding: last")
-    if choice.sharding != "optimizer":
-        lines.append(f"sharding: {choice.sharding}")
+    lines += [f"sharding: {choice.sharding}"] if choice.dp > 1 else []
+    if choice.pp > 1 and choice.schedule == "1f1b":
+        lines += [f"run_ahead: {choice.run_ahead}", f"defer_weights: {str(choice.defer_weights).lower()}"]
     lines.append(f"layers_per_stage: {list(choice.layers_per_stage)}")
     lines.append("clusters:  # in pipeline order")
     for spec in config.clusters:

@@ -38,6 +38,8 @@ class Limits(Value):
             and first in V schedules.
         first: Cluster that comes first.
         sharding: ``optimizer`` or ``none``.
+        run_ahead: Micro-batches that 1F1B runs ahead at each edge between clusters.
+        defer_weights: Whether 1F1B puts off weights' gradients at both ends of a step.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
         embedding: Which rank runs the input embedding: ``first``, ``last`` or, as jobs do it, ``auto``.
     """
@@ -53,26 +55,14 @@ class Limits(Value):
     last: int | None = None
     first: int | None = None
     sharding: str | None = None
+    run_ahead: int | None = None
+    defer_weights: bool | None = None
     partition: str = "auto"
     embedding: str = "auto"
 
 
 def choices_of(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choice]:
-    """Return every legal choice with the clusters in an order, without blocks; also with optimizers not shared."""
-    return _sharded(job, limits, _choices(job, limits, order))
-
-
-def _sharded(job: Job, limits: Limits, choices: Iterator[Choice]) -> Iterator[Choice]:
-    for choice in choices:
-        if limits.sharding is not None:
-            yield replace(choice, sharding=limits.sharding)
-            continue
-        yield choice
-        if choice.dp > 1 and job.overlap:
-            yield replace(choice, sharding="none")
-
-
-def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choice]:
+    """Return every legal choice with the clusters in an order, without blocks."""
     clusters, profile = job.hardware.clusters, job.profile
     widest = math.gcd(*(cluster.ranks for cluster in clusters))
     sizes = math.gcd(*(size for cluster in clusters for size in cluster.hosts))
@@ -87,7 +77,14 @@ def _choices(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Choic
             if limits.tp not in (None, tp) or limits.dp not in (None, dp):
                 continue
             plain = Choice(
-                tp=tp, dp=dp, order=order, stages=stages, embedding_on_last=_embedding_on_last(job, limits, pp)
+                tp=tp,
+                dp=dp,
+                order=order,
+                stages=stages,
+                embedding_on_last=_embedding_on_last(job, limits, pp),
+                sharding=limits.sharding or "optimizer",
+                run_ahead=limits.run_ahead or 0,
+                defer_weights=bool(limits.defer_weights),
             )
             if job.replica_batch:
                 yield from _as_a_job_runs_it(job, limits, plain)

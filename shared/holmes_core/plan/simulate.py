@@ -17,7 +17,8 @@ from holmes_core.cluster.value import Value
 from holmes_core.errors import HolmesError
 from holmes_core.plan.cost import Choice, CostModel, Prediction, StageCosts
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge
-from holmes_core.plan.simulate_orders import Action, check_orders, make_orders
+from holmes_core.plan.one_f_one_b import Action, embedding_lead
+from holmes_core.plan.simulate_orders import check_orders, make_orders
 
 __all__ = ["Event", "Simulation", "Transfer", "predict_by_simulation", "simulate"]
 
@@ -80,7 +81,7 @@ def simulate(model: CostModel, choice: Choice, orders: Sequence[Sequence[Action]
     costs = model.stage_costs(choice)
     m = costs.num_microbatches
     if orders is None:
-        orders = make_orders(choice.schedule, pp=choice.pp, virtual_stages=choice.virtual_stages, num_microbatches=m)
+        orders = _orders_of(choice, m)
     else:
         check_orders(orders, schedule=choice.schedule, pp=choice.pp, num_stages=choice.num_stages, m=m)
     run = _Run(costs, choice, orders)
@@ -105,8 +106,7 @@ def predict_by_simulation(model: CostModel, choice: Choice) -> Prediction:
     per_round = m // (m // pp)
     runs = []
     for count in (3 * per_round, 5 * per_round):
-        orders = make_orders(choice.schedule, pp=pp, virtual_stages=choice.virtual_stages, num_microbatches=count)
-        run = _Run(costs, choice, orders, record=False)
+        run = _Run(costs, choice, _orders_of(choice, count), record=False)
         run.run()
         runs.append(run)
     pace = (max(runs[1].ends) - max(runs[0].ends)) / (2 * per_round)
@@ -115,7 +115,18 @@ def predict_by_simulation(model: CostModel, choice: Choice) -> Prediction:
     return model.assemble(choice, costs, max(ends), runs[1].memory(), gradient)
 
 
-def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float) -> tuple[list[Event], float]:
+def _orders_of(choice: Choice, num_microbatches: int) -> list[list[Action]]:
+    return make_orders(
+        choice.schedule,
+        pp=choice.pp,
+        virtual_stages=choice.virtual_stages,
+        num_microbatches=num_microbatches,
+        ahead=choice.ahead(),
+        split=choice.split,
+    )
+
+
+def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float | None) -> tuple[list[Event], float]:
     """What follows the pipeline: gradients of each stage as soon as it is done, then, on all ranks, the optimizer.
 
     The norm of the whole model's gradient holds all ranks back until the last has summed. Returns the events and the
@@ -124,7 +135,7 @@ def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float) -> tu
     events: list[Event] = []
     summed = []
     for rank, end in enumerate(ends):
-        reduce = costs.reduce_seconds[rank] * (1 - overlap)
+        reduce = costs.exposed_reduce(rank, overlap)
         summed.append(end + reduce)
         if reduce:
             events.append(Event(rank, "reduce", -1, -1, end, end + reduce))
@@ -155,7 +166,7 @@ class _Run:
         self._rank_of = choice.ranks()
         self._last = choice.num_stages - 1
         self._record = record
-        self._lead = 0
+        self._lead = embedding_lead(choice.pp, choice.ahead(), split=choice.split)
         self._micro_batches = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
         self._seconds = {
             "F": costs.forward,
@@ -172,7 +183,6 @@ class _Run:
 
     def run(self) -> None:
         if self._costs.embedded is not None:
-            self._lead = len(self._orders) + 1
             for micro_batch in range(min(self._lead, self._micro_batches)):
                 self._embed(micro_batch, 0.0)
         for rank in range(len(self._orders)):

@@ -101,7 +101,9 @@ def choice_of_config(config: HolmesConfig, model: CostModel, limits: Limits) -> 
         micro_batch_size=x,
         recompute=bool(limits.recompute if config.recompute is None else config.recompute),
         embedding_on_last=config.embedding == "last",
-        sharding=config.sharding if limits.sharding is None else limits.sharding,
+        sharding=limits.sharding or ("none" if config.sharding == "none" else "optimizer"),
+        run_ahead=config.run_ahead or 0,
+        defer_weights=bool(config.defer_weights),
     )
     layers = config.layers_per_stage or split_blocks(model, choice, limits.partition)
     if layers is None or len(layers) != choice.num_stages or sum(layers) != len(job.profile.blocks):

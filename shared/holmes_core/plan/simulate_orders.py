@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost_schedule import rank_of_stage
+from holmes_core.plan.one_f_one_b import Action, one_per_rank
 
 __all__ = ["SIMULATED", "Action", "make_orders", "read_orders"]
 
@@ -19,15 +19,15 @@ __all__ = ["SIMULATED", "Action", "make_orders", "read_orders"]
 SIMULATED = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 
 
-class Action(NamedTuple):
-    """One thing a rank does: a stage's forward (F) or backward (B, or I and W) of one micro-batch."""
-
-    stage: int
-    kind: str
-    micro_batch: int
-
-
-def make_orders(schedule: str, *, pp: int, virtual_stages: int, num_microbatches: int) -> list[list[Action]]:
+def make_orders(
+    schedule: str,
+    *,
+    pp: int,
+    virtual_stages: int,
+    num_microbatches: int,
+    ahead: Sequence[int] = (),
+    split: bool = False,
+) -> list[list[Action]]:
     """Return each pp rank's actions.
 
     Args:
@@ -35,6 +35,8 @@ def make_orders(schedule: str, *, pp: int, virtual_stages: int, num_microbatches
         pp: Ranks along the pipeline.
         virtual_stages: Stages per rank.
         num_microbatches: Micro-batches per step.
+        ahead: Per pp rank, forwards that 1F1B runs further ahead.
+        split: Whether 1F1B puts off weights' parts.
 
     Returns:
         Action lists, by pp rank.
@@ -45,7 +47,7 @@ def make_orders(schedule: str, *, pp: int, virtual_stages: int, num_microbatches
     if schedule in ("gpipe", "looped_bfs"):
         return [_all_forward_first(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]
     if schedule == "1f1b":
-        return [_one_f_one_b(rank, pp, num_microbatches) for rank in range(pp)]
+        return one_per_rank(pp, num_microbatches, ahead, split=split)
     if schedule in ("interleaved_1f1b", "interleaved_zb"):
         make = _interleaved if schedule == "interleaved_1f1b" else _interleaved_zero_bubble
         return [make(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]
@@ -57,16 +59,6 @@ def make_orders(schedule: str, *, pp: int, virtual_stages: int, num_microbatches
         where="holmes simulate",
         do=f"simulate one of: {', '.join(SIMULATED)}; or give torch's list: --actions schedule.csv",
     )
-
-
-def _one_f_one_b(rank: int, pp: int, m: int) -> list[Action]:
-    warmup = min(m, pp - rank)
-    order = [Action(rank, "F", i) for i in range(warmup)]
-    for i in range(m):
-        order.append(Action(rank, "B", i))
-        if warmup + i < m:
-            order.append(Action(rank, "F", warmup + i))
-    return order
 
 
 def _all_forward_first(rank: int, pp: int, v: int, m: int) -> list[Action]:

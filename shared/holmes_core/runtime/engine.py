@@ -182,7 +182,7 @@ class Engine:
             grid=self.plan.grid,
             place=self.place,
             groups=self.groups,
-            shard_optimizer=self.config.sharding != "none",
+            shard_optimizer=self.plan.layout.sharding != "none",
             overlap=self.config.overlap,
         )
         in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter
@@ -385,7 +385,7 @@ class Engine:
                             n,
                             self.stages_of_rank,
                             self._ahead(),
-                            split=self.config.defer_weights,
+                            split=self.plan.layout.defer_weights,
                         )
                     run_schedule(self._schedules[n], early=all(stage.knows_shapes for stage in self.stages))
                 else:
@@ -402,7 +402,7 @@ class Engine:
         plan, topology = self.plan, self.plan.topology
         cluster = [topology.cluster_index(plan.grid.rank_at(pp=p, dp=0, tp=0)) for p in range(plan.layout.pp)]
         slow = [a != b for a, b in pairwise(cluster)]
-        return [self.config.run_ahead * sum(slow[p:]) for p in range(plan.layout.pp)]
+        return [plan.layout.run_ahead * sum(slow[p:]) for p in range(plan.layout.pp)]
 
     def _forward_only(self, n: int) -> None:
         local = {stage.stage_index: stage for stage in self.stages}

@@ -13,6 +13,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from holmes_core.plan.one_f_one_b import Action as PlainAction
+from holmes_core.plan.one_f_one_b import embedding_on_last, one_per_rank
 from holmes_core.runtime.stage import HolmesStage
 from holmes_core.runtime.torch_compat import (
     SCHEDULE_LOGGER,
@@ -25,12 +27,10 @@ from holmes_core.runtime.torch_compat import (
 __all__ = [
     "SINGLE_STAGE",
     "build_schedule",
-    "defer_weights",
-    "embedding_on_last_order",
     "gpipe_order",
-    "one_f_one_b_order",
     "receive_early",
     "run_schedule",
+    "torch_actions",
 ]
 
 _TORCH_NAME = {
@@ -44,111 +44,15 @@ _TORCH_NAME = {
 SINGLE_STAGE = frozenset({"1f1b", "gpipe"})
 
 _F, _B = ComputationType.FORWARD, ComputationType.FULL_BACKWARD
-_I, _W = ComputationType.BACKWARD_INPUT, ComputationType.BACKWARD_WEIGHT
+_KINDS = {"F": _F, "B": _B, "I": ComputationType.BACKWARD_INPUT, "W": ComputationType.BACKWARD_WEIGHT}
 _SENDS = (ComputationType.SEND_F, ComputationType.SEND_B)
 _RECEIVES = (ComputationType.RECV_F, ComputationType.RECV_B)
 _POSTED = 4  # activations that a rank makes room for before it needs them, per edge
 
 
-def one_f_one_b_order(num_stages: int, num_microbatches: int, ahead: Sequence[int] = ()) -> dict[int, list[Action]]:
-    """The order that torch's `Schedule1F1B` executes: warm-up, then one backward per forward, then the rest.
-
-    Args:
-        num_stages: Stages, one per rank.
-        num_microbatches: Micro-batches of the batch.
-        ahead: Per stage, how many more forwards come before its first backward. A gradient returns over a slow edge
-            only after a round trip; a stage that has run ahead by as many micro-batches as fit into it does not wait.
-            Falls along the pipeline (no stage runs further ahead than the one before). Costs their activations.
-    """
-    order: dict[int, list[Action]] = {}
-    for stage in range(num_stages):
-        warmup = min(num_microbatches, num_stages - stage + (ahead[stage] if ahead else 0))
-        actions = [Action(stage, _F, i) for i in range(warmup)]
-        for i in range(num_microbatches):
-            actions.append(Action(stage, _B, i))
-            if warmup + i < num_microbatches:
-                actions.append(Action(stage, _F, warmup + i))
-        order[stage] = actions
-    return order
-
-
-def _one_per_rank(pp: int, num_microbatches: int, ahead: Sequence[int], split: bool) -> dict[int, list[Action]]:
-    if not split:
-        return one_f_one_b_order(pp, num_microbatches, ahead)
-    further = [pp - 1 - rank + (ahead[rank] if ahead else 0) for rank in range(pp)]
-    return defer_weights(one_f_one_b_order(pp, num_microbatches, further), num_microbatches)
-
-
-def defer_weights(order: Mapping[int, list[Action]], num_microbatches: int) -> dict[int, list[Action]]:
-    """Do the weights' part of some backward passes of 1F1B later, so that other ranks start and end earlier.
-
-    The idea of ZB-H1 (Qi et al. 2023, section 2.1), which splits every backward into the gradient of the input, for
-    which the stage before waits, and that of the weights, for which nobody does. Only the splits that move something
-    are made: of each stage but the first, as many of the first micro-batches as stages lie before it, and as many of
-    the last as lie behind it, and one. It then sends its first and its last gradients earlier, and fills the time in
-    which it would wait at the end with the weights' part. Each stage runs one forward further ahead per stage behind.
-
-    Args:
-        order: 1F1B, one stage per rank.
-        num_microbatches: Micro-batches of the batch.
-
-    Returns:
-        The new order. With all times equal and enough micro-batches, (pp - 1) x (F + B - W) of each step is idle.
-    """
-    found: dict[int, list[Action]] = {}
-    for rank, actions in order.items():
-        last_forward = max(i for i, action in enumerate(actions) if action.computation_type == _F)
-        later: list[Action] = []
-        done: list[Action] = []
-        for place, action in enumerate(actions):
-            stage, kind, index = action.stage_index, action.computation_type, action.microbatch_index
-            assert index is not None
-            if kind == _B and rank and (index < rank or index >= num_microbatches - (len(order) - rank)):
-                done.append(Action(stage, _I, index))
-                later.append(Action(stage, _W, index))
-            else:
-                done.append(action)
-            if place > last_forward and later and place < len(actions) - 1 and rank < len(order) - 1:
-                done.append(later.pop(0))
-        found[rank] = done + later
-    return found
-
-
-def embedding_on_last_order(
-    pp: int, num_microbatches: int, ahead: Sequence[int] = (), *, split: bool = False
-) -> dict[int, list[Action]]:
-    """1F1B whose stage 0 is the embedding alone, on the last rank; blocks are stages 1 to `pp`, one per rank.
-
-    The embedding works ahead by as many micro-batches as the first blocks may have in flight, so that they never wait
-    for it, and takes its gradients when they have had as long to return; it is little work at any time.
-
-    Args:
-        pp: Pipeline ranks.
-        num_microbatches: Micro-batches of the batch.
-        ahead: As for `one_f_one_b_order`, by pipeline rank.
-        split: Whether to `defer_weights` of the blocks.
-
-    Returns:
-        Pipeline rank to its actions.
-    """
-    blocks = _one_per_rank(pp, num_microbatches, ahead, split)
-    order = {
-        rank: [Action(rank + 1, a.computation_type, a.microbatch_index) for a in actions]
-        for rank, actions in blocks.items()
-    }
-    lead = pp + (ahead[0] if ahead else 0) + (pp - 1 if split else 0) + 1
-    merged = [Action(0, _F, i) for i in range(min(lead, num_microbatches))]
-    for action in order[pp - 1]:
-        merged.append(action)
-        i = action.microbatch_index
-        assert i is not None
-        if action.computation_type == _F and i + lead < num_microbatches:
-            merged.append(Action(0, _F, i + lead))
-        elif action.computation_type in (_B, _I) and i >= lead:
-            merged.append(Action(0, _B, i - lead))
-    merged += [Action(0, _B, i) for i in range(max(0, num_microbatches - lead), num_microbatches)]
-    order[pp - 1] = merged
-    return order
+def torch_actions(orders: Sequence[Sequence[PlainAction]]) -> dict[int, list[Action]]:
+    """Write action lists, by pipeline rank, in torch's words."""
+    return {rank: [Action(s, _KINDS[kind], i) for s, kind, i in order] for rank, order in enumerate(orders)}
 
 
 def gpipe_order(stages_of_rank: Mapping[int, list[int]], num_microbatches: int) -> dict[int, list[Action]]:
@@ -209,7 +113,7 @@ def build_schedule(
         stages: This rank's stages.
         num_microbatches: Micro-batches of the batch at hand.
         stages_of_rank: Pipeline rank to its stages.
-        ahead: See `one_f_one_b_order`; other schedules have an order of their own.
+        ahead: See `one_f_one_b`; other schedules have an order of their own.
         split: Whether 1F1B is to `defer_weights`.
 
     Returns:
@@ -219,9 +123,11 @@ def build_schedule(
     if name == "gpipe" or not _fits(name, num_stages, pp, num_microbatches):
         return _FromOrder(stages, num_microbatches, gpipe_order(stages_of_rank, num_microbatches))
     if name == "1f1b" and num_stages == pp + 1:
-        return _FromOrder(stages, num_microbatches, embedding_on_last_order(pp, num_microbatches, ahead, split=split))
+        orders = embedding_on_last(pp, num_microbatches, ahead, split=split)
+        return _FromOrder(stages, num_microbatches, torch_actions(orders))
     if name == "1f1b":
-        return _FromOrder(stages, num_microbatches, _one_per_rank(pp, num_microbatches, ahead, split))
+        orders = one_per_rank(pp, num_microbatches, ahead, split=split)
+        return _FromOrder(stages, num_microbatches, torch_actions(orders))
     base = get_schedule_class(_TORCH_NAME[name])
     cls = type(base.__name__, (_OurStages, base), {})
     # The loss function only tells torch that there is a backward; the user's step computes the loss.

@@ -134,7 +134,7 @@ def test_gradients_cross_hosts_or_stay_inside() -> None:
     assert max(narrow.gradient_bytes) == 0
     assert max(narrow.reduce_seconds) < max(wide.reduce_seconds)
     hidden = CostModel(two_clusters(overlap=1.0)).predict(choice(work, dp=16))
-    shown = CostModel(work).predict(choice(work, dp=16))
+    shown = CostModel(two_clusters(overlap=0.0)).predict(choice(work, dp=16))
     assert hidden.gradient_seconds == pytest.approx(shown.gradient_seconds / 2)  # parameters are handed out in sight
 
 
@@ -183,7 +183,7 @@ def test_what_was_measured_around_the_blocks_is_counted() -> None:
     assert [b - a for a, b in zip(nothing.backward, fixed.backward, strict=True)] == pytest.approx([0, 0.5])
     parameters = 15 * gpt().blocks[0].parameters + gpt().embedding_parameters
     # In: everything once, and the other replica's half added; out: everything once, half of it back.
-    for name in ("reduce_seconds", "gather_seconds"):
+    for name in ("copy_seconds", "gather_seconds"):
         more = getattr(copied, name)[0] - getattr(nothing, name)[0]
         assert more == pytest.approx(1.5 * 4 * parameters * 1e-9)
 

@@ -171,3 +171,40 @@ def test_the_order_of_clusters_is_one_that_the_grid_can_make() -> None:
     # b and c are joined by a slow link; a must stay last, because rank 0 is there: nothing better can be made.
     assert found.topology.clusters[0].name in ("a", "b", "c")
     assert found.topology.world_size == 6
+
+
+def test_what_hides_a_slow_link_is_decided_by_what_was_measured() -> None:
+    where = topology((1, 1), (1, 1))
+    measured = probe(where)
+    links = tuple(replace(link, gbits=0.02) if link.pair.kind == "across" else link for link in measured.links)
+    measured = replace(measured, links=links)
+    found = decided(where, {"pp": 2, "num_microbatches": 8}, step(where), measured)
+    assert found.config.run_ahead
+    note = next(note for note in found.notes if "run_ahead" in note)
+    assert "more samples per second" in note
+    fixed = {"run_ahead": 0, "defer_weights": False, "sharding": "optimizer", "embedding": "first"}
+    plain = decided(where, {"pp": 2, "num_microbatches": 8, **fixed}, step(where), measured)
+    assert (plain.config.run_ahead, plain.config.defer_weights, plain.config.sharding) == (0, False, "optimizer")
+    assert not any("run_ahead" in note for note in plain.notes)
+    assert found.prediction.step_seconds < 0.95 * plain.prediction.step_seconds
+
+
+def test_nothing_is_hidden_by_guess() -> None:
+    where = topology((1, 1), (1, 1))
+    found = decided(where, {"pp": 2, "num_microbatches": 8}, step(where), None)
+    assert (found.config.run_ahead, found.config.defer_weights) == (0, False)
+    assert found.config.sharding == "optimizer"
+    assert found.notes == ()
+
+
+def test_micro_batches_are_decided_where_it_gains_much() -> None:
+    """Links that take long for a message and none for its bytes: fewer, larger micro-batches."""
+    where = topology((1, 1), (1, 1))
+    slow = probe(where, gbits=100.0)
+    links = tuple(replace(link, latency=0.5) for link in slow.links)
+    config = {"pp": 2, "run_ahead": 0, "defer_weights": False}
+    found = decided(where, config, step(where, batch=16), replace(slow, links=links))
+    assert found.config.micro_batch_size is not None
+    assert found.config.micro_batch_size > 4  # the rule would take 4 micro-batches of 4
+    fixed = decided(where, {**config, "num_microbatches": 4}, step(where, batch=16), replace(slow, links=links))
+    assert fixed.config.micro_batch_size is None

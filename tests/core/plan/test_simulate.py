@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 
 from holmes_core.config import V_SCHEDULES
 from holmes_core.errors import ConfigError, HolmesError
-from holmes_core.plan.cost import CostModel
+from holmes_core.plan.cost import Choice, CostModel
 from holmes_core.plan.cost_schedule import in_flight
 from holmes_core.plan.profile_config import profile_of_config
 from holmes_core.plan.profile_names import KNOWN_MODELS
 from holmes_core.plan.simulate import predict_by_simulation, simulate
-from holmes_core.plan.simulate_orders import SIMULATED, Action, make_orders, read_orders
+from holmes_core.plan.simulate_orders import SIMULATED, Action, check_orders, make_orders, read_orders
 from holmes_core.report.timeline import perfetto_events, write_perfetto, write_png
 from tests.core.plan.prediction_jobs import choice, cluster, gpt, job, two_clusters
 
@@ -118,6 +119,25 @@ def test_kept_activations_are_counted_as_the_orders_keep_them(schedule: str) -> 
                         most = max(most, held)
                     counted = in_flight(schedule, rank=rank, pp=pp, virtual_stages=v, num_microbatches=m)
                     assert counted == most, (pp, v, m, rank)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 2])
+@pytest.mark.parametrize("defer_weights", [False, True])
+def test_what_running_ahead_and_deferred_weights_keep(run_ahead: int, defer_weights: bool) -> None:
+    for stages in ((1, 1), (2, 1), (1, 2, 1), (2, 3)):
+        one = Choice(tp=1, dp=1, order=tuple(range(len(stages))), stages=stages, run_ahead=run_ahead,
+                     defer_weights=defer_weights)  # fmt: skip
+        for m in range(one.pp, 24):
+            orders = make_orders(
+                "1f1b", pp=one.pp, virtual_stages=1, num_microbatches=m, ahead=one.ahead(), split=one.split
+            )
+            check_orders(orders, schedule="1f1b", pp=one.pp, num_stages=one.pp, m=m)
+            for rank, order in enumerate(orders):
+                kept = list(accumulate({"F": 1, "B": -1, "W": -1, "I": 0}[action.kind] for action in order))
+                counted = in_flight(
+                    "1f1b", rank=rank, pp=one.pp, virtual_stages=1, num_microbatches=m, further=one.kept()[rank]
+                )
+                assert counted == max(kept), (stages, m, rank)
 
 
 def _torch_accepts(schedule: str, pp: int, m: int) -> bool:

@@ -11,13 +11,8 @@ import torch
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import _add_send_recv
 
-from holmes_core.runtime.schedule import (
-    defer_weights,
-    embedding_on_last_order,
-    gpipe_order,
-    one_f_one_b_order,
-    receive_early,
-)
+from holmes_core.plan.one_f_one_b import Action, defer_weights, embedding_on_last, one_f_one_b, one_per_rank
+from holmes_core.runtime.schedule import gpipe_order, receive_early, torch_actions
 from tests.core.runtime import pipeline_models as models
 from tests.models.pipeline import Workers, actions, assert_same
 
@@ -57,25 +52,25 @@ def _executed(cls: Any, stage: int, num_stages: int, microbatches: int) -> list[
 @pytest.mark.parametrize("extra", [0, 1, 2, 5])
 def test_1f1b_is_torchs(num_stages: int, extra: int) -> None:
     n = num_stages + extra
-    order = one_f_one_b_order(num_stages, n)
+    order = torch_actions(one_f_one_b(num_stages, n))
     for stage in range(num_stages):
         assert actions(order[stage]) == _executed(Schedule1F1B, stage, num_stages, n)
 
 
 def test_1f1b_that_runs_ahead_of_slow_edges() -> None:
     n, ahead = 8, [4, 2, 0]
-    order = one_f_one_b_order(3, n, ahead)
+    order = one_f_one_b(3, n, ahead)
     for stage in range(3):
-        kinds = "".join(kind for _, kind, _ in actions(order[stage]))
+        kinds = "".join(kind for _, kind, _ in order[stage])
         assert kinds.index("B") == min(n, 3 - stage + ahead[stage])
         for kind in "FB":
-            assert [i for _, k, i in actions(order[stage]) if k == kind] == list(range(n))
-    assert one_f_one_b_order(3, n, [0, 0, 0]) == one_f_one_b_order(3, n)
+            assert [i for _, k, i in order[stage] if k == kind] == list(range(n))
+    assert one_f_one_b(3, n, [0, 0, 0]) == one_f_one_b(3, n)
 
 
-def _end(order: dict[int, Any], cost: dict[str, int]) -> int:
+def _end(orders: list[list[Action]], cost: dict[str, int]) -> int:
     """Seconds that an order takes on links without delay."""
-    todo = {rank: [(*a,) for a in actions(acts)] for rank, acts in order.items()}
+    todo = {rank: list(acts) for rank, acts in enumerate(orders)}
     clock, done, last = dict.fromkeys(todo, 0), {}, len(todo) - 1
     while any(todo.values()):
         progress = False
@@ -98,11 +93,12 @@ def _end(order: dict[int, Any], cost: dict[str, int]) -> int:
 def test_deferred_weights_shorten_the_step_as_in_the_paper(pp: int) -> None:
     """Idle time (pp-1)(F+B+W) becomes (pp-1)(F+B-W), of which F = B = W = 1 leaves a third (Qi et al., table 2)."""
     n, cost = 4 * pp, {"F": 1, "B": 2, "I": 1, "W": 1}
-    plain = one_f_one_b_order(pp, n, [pp - 1 - rank for rank in range(pp)])
+    plain = one_f_one_b(pp, n, [pp - 1 - rank for rank in range(pp)])
     split = defer_weights(plain, n)
+    assert split == one_per_rank(pp, n, split=True)
     assert _end(plain, cost) == 3 * n + 3 * (pp - 1)
     assert _end(split, cost) == 3 * n + (pp - 1)
-    assert sum(kind == "I" for acts in split.values() for _, kind, _ in actions(acts)) == pp * (pp - 1)
+    assert sum(kind == "I" for acts in split for _, kind, _ in acts) == pp * (pp - 1)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -110,17 +106,17 @@ def test_deferred_weights_shorten_the_step_as_in_the_paper(pp: int) -> None:
 @pytest.mark.parametrize("slow", [0, 2])
 def test_embedding_on_the_last_rank(pp: int, n: int, slow: int) -> None:
     ahead = [slow] * (pp - 1) + [0]
-    order = embedding_on_last_order(pp, n, ahead)
-    plain = one_f_one_b_order(pp, n, ahead)
+    order = embedding_on_last(pp, n, ahead)
+    plain = one_f_one_b(pp, n, ahead)
     for rank in range(pp):
-        blocks = [(stage - 1, kind, i) for stage, kind, i in actions(order[rank]) if stage]
-        assert blocks == actions(plain[rank])
-    last = actions(order[pp - 1])
+        blocks = [(stage - 1, kind, i) for stage, kind, i in order[rank] if stage]
+        assert blocks == plain[rank]
+    last = order[pp - 1]
     for kind in "FB":
         assert [i for stage, what, i in last if (stage, what) == (0, kind)] == list(range(n))
     # The first blocks have so many micro-batches in flight before their first backward; no fewer are embedded by then.
     first_backward = last.index((pp, "B", 0))
-    in_flight = [kind for _, kind, _ in actions(order[0])].index("B")
+    in_flight = [kind for _, kind, _ in order[0]].index("B")
     assert sum(stage == 0 for stage, *_ in last[:first_backward]) >= in_flight
 
 
@@ -177,9 +173,9 @@ def _end_with_links(lists: dict[int, list[Any]], rank_of: dict[int, int], cost: 
 
 
 LOWERED = {
-    "1f1b": (one_f_one_b_order(3, 6), {0: 0, 1: 1, 2: 2}),
-    "ahead": (one_f_one_b_order(2, 8, [1, 0]), {0: 0, 1: 1}),
-    "deferred": (embedding_on_last_order(2, 8, split=True), {0: 1, 1: 0, 2: 1}),
+    "1f1b": (torch_actions(one_f_one_b(3, 6)), {0: 0, 1: 1, 2: 2}),
+    "ahead": (torch_actions(one_f_one_b(2, 8, [1, 0])), {0: 0, 1: 1}),
+    "deferred": (torch_actions(embedding_on_last(2, 8, split=True)), {0: 1, 1: 0, 2: 1}),
     "gpipe, two stages per rank": (gpipe_order({0: [0, 2], 1: [1, 3]}, 6), {0: 0, 1: 1, 2: 0, 3: 1}),
 }
 

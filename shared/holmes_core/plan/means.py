@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Choose, by prediction, among the means that hide what a layout still waits for; none of them changes a number.
+
+Where the embedding runs, how far 1F1B runs ahead of slow edges, whether weights' gradients are put off, whether
+replicas share the optimizer, how many micro-batches there are. Each is looked at with the others as they are, twice
+around: they depend on each other little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from holmes_core.config import EMBEDDING_SCHEDULES
+from holmes_core.plan.cost import Choice, CostModel, Prediction
+from holmes_core.plan.search_space import Limits
+from holmes_core.plan.simulate import predict_by_simulation
+
+__all__ = ["choose_means"]
+
+_AHEAD = (0, 1, 2)
+_GAIN = 1.01  # what each of them must gain: a mean that gains nothing is one more thing to explain
+_CUT_GAIN = 1.05  # another number of micro-batches: dropout draws other numbers, measurements must not decide that
+_FEWEST_ROUNDS, _MOST_ROUNDS = 1, 8  # micro-batches per pipeline rank that are tried
+_ACTIONS = 100_000  # most actions simulated for one layout
+
+
+def choose_means(model: CostModel, choice: Choice, limits: Limits) -> tuple[Choice, Prediction]:
+    """Return the choice with the means that make it fastest, and its prediction; it fits the memory if `choice` does.
+
+    Args:
+        model: The job's costs.
+        choice: The layout, with its blocks; in a schedule that can be simulated.
+        limits: What the user has fixed.
+    """
+    best, prediction = choice, predict_by_simulation(model, choice)
+    actions = 0
+    for _ in range(2):
+        before = best
+        for one in _others(model, best, limits):
+            m = model.job.samples(one.dp) // one.micro_batch_size
+            actions += 2 * min(m, 8 * one.pp) * one.num_stages
+            if actions > _ACTIONS:
+                return best, prediction
+            found = predict_by_simulation(model, one)
+            needed = _CUT_GAIN if one.micro_batch_size != best.micro_batch_size else _GAIN
+            fits = found.fits or not prediction.fits
+            if fits and found.tokens_per_second > needed * prediction.tokens_per_second:
+                best, prediction = one, found
+        if best == before:
+            break
+    return best, prediction
+
+
+def _others(model: CostModel, choice: Choice, limits: Limits) -> Iterator[Choice]:
+    """The choice with one or two of its means changed; those of schedules, together, against each other."""
+    tied = model.job.profile.tied_parameters > 0
+    if choice.pp > 1 and tied and limits.embedding == "auto" and choice.schedule in EMBEDDING_SCHEDULES:
+        yield replace(choice, embedding_on_last=not choice.embedding_on_last)
+    if choice.pp > 1 and choice.schedule == "1f1b":
+        slow = len(choice.order) > 1
+        aheads = (limits.run_ahead,) if limits.run_ahead is not None else _AHEAD if slow else (choice.run_ahead,)
+        put_off = (limits.defer_weights,) if limits.defer_weights is not None else (False, True)
+        for ahead in aheads:
+            for defer in put_off:
+                if not (defer and choice.recompute):  # each weight would recompute its block
+                    yield replace(choice, run_ahead=ahead, defer_weights=defer)
+    if choice.dp > 1 and limits.sharding is None:
+        yield replace(choice, sharding="none" if choice.sharding == "optimizer" else "optimizer")
+    # Where the data loader does not decide the batch, the search itself tries all sizes.
+    open_cut = model.job.replica_batch and limits.micro_batch_size is None and limits.num_microbatches is None
+    if choice.pp > 1 and open_cut and choice.schedule == "1f1b":
+        batch = model.job.samples(choice.dp)
+        for size in range(1, batch + 1):
+            rounds = batch / size / choice.pp
+            if batch % size == 0 and size != choice.micro_batch_size and _FEWEST_ROUNDS <= rounds <= _MOST_ROUNDS:
+                yield replace(choice, micro_batch_size=size)
