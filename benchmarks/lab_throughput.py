@@ -67,7 +67,13 @@ def _holmes(label: str, replicas: int, kind: str = "holmes", system: str = "Holm
 
 PP2: dict[str, Any] = {"pp": 2, "layers_per_stage": [6, 5]}
 BEST: dict[str, Any] = {**PP2, "num_microbatches": 8, "defer_weights": True}
+#: Pipeline ranks of "planned" in each setting; what else there is to decide, the job decides.
+PLANNED = {"homogeneous": 1, "three8": 4, "ethernet8": 4}
 VARIANTS = {
+    "planned": _holmes("as the job plans itself", 2, probe="auto", print_plan=True),
+    "planned-accelerate": _holmes(
+        "as the job plans itself", 2, kind="holmes_accelerate", system="Holmes (Accelerate)", probe="auto"
+    ),
     "holmes": _holmes("pp 2 x dp 2, 8 micro-batches, deferred weights", 2, **BEST),
     "holmes16": _holmes("the same, 16 micro-batches", 2, **{**BEST, "num_microbatches": 16}),
     "plain": _holmes("without deferred weights", 2, **{**BEST, "defer_weights": False}),
@@ -136,35 +142,46 @@ def measure(setting: str, name: str, *, batch: int, steps: int) -> tuple[list[fl
     variant = VARIANTS[name]
     with tempfile.TemporaryDirectory(prefix="holmes-bench-") as folder:
         env = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        given = variant.config
+        replicas = variant.options.get("replicas", 4)
+        if name.startswith("planned"):
+            pp = PLANNED.get(setting, 2)
+            given, replicas = {**given, "pp": pp}, 4 // pp
         if variant.config:
             config = Path(folder) / "holmes.yaml"
-            config.write_text(json.dumps({"print_plan": False, "timeout": 120, **variant.config}))
+            config.write_text(json.dumps({"print_plan": False, "timeout": 120, **given}))
             env["HOLMES_CONFIG"] = str(config)
         else:  # what a user has to type where names do not resolve; Holmes needs none
             env["GLOO_SOCKET_IFNAME"] = "rdma0" if setting == "homogeneous" else "eth0"
         lines: list[str] = []
         out = Path(folder) / "times.json"
         words = [sys.executable, __file__, "--be", name, "--batch", str(batch), "--steps", str(steps)]
+        words += ["--replicas", str(replicas)]
         lab = Lab.up(parse_spec(spec_of(setting)), name="bench-")
         try:
             done = run_job(lab, [*words, "--out", str(out)], torchrun=True, env=env, timeout=900, write=lines.append)
         finally:
             lab.down()
+        Path("/tmp/last.lines").write_text("\n".join(lines))
         if done.returncode or not out.exists():
             causes = [line for line in lines if "Error" in line] or lines or ["no output"]
             return causes[-1].strip()[:200]
+        for line in lines:
+            if any(word in line for word in ("by what was measured", "measured in", "predicted:")):
+                print(f"    {line.partition('| ')[2].strip()}", flush=True)
         busiest = max((float(file.read_text()) for file in out.parent.glob("busy.*")), default=0.0)
         return list(json.loads(out.read_text())), busiest
 
 
-def be(name: str, *, batch: int, steps: int, out: str) -> None:
+def be(name: str, *, batch: int, steps: int, replicas: int, out: str) -> None:
     """Be one rank; rank 0 writes seconds per step."""
     import lab_systems
 
     from holmes_core.runtime.watchdog import Watchdog
 
     variant = VARIANTS[name]
-    clock = lab_systems.train(variant.kind, variant.options, batch=batch, steps=steps + WARM_UP)
+    options = {**variant.options, "replicas": replicas}
+    clock = lab_systems.train(variant.kind, options, batch=batch, steps=steps + WARM_UP)
     if (watch := Watchdog.running()) is not None:
         batches, _, _, compute, _, _ = watch.pulse.times(watch.pulse.values())
         Path(out).with_name(f"busy.{os.environ['RANK']}").write_text(str(compute / batches))
@@ -277,10 +294,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32, help="sequences of the whole job per step")
     parser.add_argument("--out", help="the page; a bar chart of the same name goes beside it, and the times as JSON")
     parser.add_argument("--add", action="store_true", help="add to the times that --out has already")
+    parser.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--be", choices=VARIANTS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.be:
-        be(args.be, batch=args.batch, steps=args.steps, out=args.out)
+        be(args.be, batch=args.batch, steps=args.steps, replicas=args.replicas, out=args.out)
         return
     times: Times = {}
     busy: Busy = {}

@@ -52,6 +52,15 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
     "pp2 dp2, zbv": ("two clusters", {"pp": 2, "num_microbatches": 4, "schedule": "zbv"}),
     "pp4, interleaved": ("two clusters", {"pp": 4, "num_microbatches": 8, "schedule": "interleaved_1f1b"}),
     "pp4, interleaved_zb": ("two clusters", {"pp": 4, "num_microbatches": 8, "schedule": "interleaved_zb"}),
+    "pp2 dp2, deferred weights": ("two clusters", {"pp": 2, "num_microbatches": 4, "defer_weights": True}),
+    "pp2 dp2, 8 micro-batches, deferred weights": (
+        "two clusters", {"pp": 2, "num_microbatches": 8, "defer_weights": True},
+    ),
+    "pp2 dp2, 1 ahead": ("two clusters", {"pp": 2, "num_microbatches": 4, "run_ahead": 1}),
+    "pp4, deferred weights": ("two clusters", {"pp": 4, "num_microbatches": 8, "defer_weights": True}),
+    "pp2 dp2, embedding first, deferred weights": (
+        "two clusters", {"pp": 2, "num_microbatches": 4, "embedding": "first", "defer_weights": True},
+    ),
     "slowed, equal": ("b slowed to half", {"pp": 2, "num_microbatches": 4, "partition": "equal"}),
     "slowed, as planned": ("b slowed to half", {"pp": 2, "num_microbatches": 4}),
 }

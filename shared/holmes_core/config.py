@@ -23,6 +23,7 @@ __all__ = [
     "HARDWARE_KEYS",
     "SCHEDULES",
     "V_SCHEDULES",
+    "ZERO_BUBBLE",
     "ClusterSpec",
     "HolmesConfig",
     "normalize_schedule",
@@ -30,6 +31,8 @@ __all__ = [
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zb", "zbv", "dualpipev")
 V_SCHEDULES = ("zbv", "dualpipev")
+#: Schedules that split backward passes in two: the first two of them all, dualpipev those at both ends of a step.
+ZERO_BUBBLE = ("interleaved_zb", "zbv", "dualpipev")
 
 #: Schedules in which the embedding may be a stage of its own on the last rank.
 EMBEDDING_SCHEDULES = ("1f1b", "gpipe")
@@ -242,6 +245,31 @@ class HolmesConfig(Value):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise _both(first, second, where=f"HolmesConfig.{first}")
         self._check_stages()
+        if self.recompute:
+            self.refuse_recomputing("recompute: true")
+
+    def refuse_recomputing(self, how: str) -> None:
+        """Refuse a schedule that splits backward passes if blocks are recomputed.
+
+        Args:
+            how: How recomputation is asked for.
+
+        Raises:
+            ConfigError: The schedule does, or ``defer_weights`` is set.
+        """
+        if self.schedule in ZERO_BUBBLE:
+            what, do = f"schedule {self.schedule}", "use schedule: 1f1b or interleaved_1f1b"
+        elif self.defer_weights:
+            what, do = "defer_weights: true", "leave defer_weights out"
+        else:
+            return
+        raise ConfigError(
+            seen=f"{what}, and blocks that are recomputed in the backward pass ({how})",
+            where=f"HolmesConfig.{'schedule' if self.schedule in ZERO_BUBBLE else 'defer_weights'}",
+            means="it splits backward passes into the input's and the weights' part, and torch then recomputes a block "
+            "for each of its weights: about 10 times instead of once",
+            do=f"{do}, or do not recompute",
+        )
 
     def _check_stages(self) -> None:
         low, high, _ = _STAGES_PER_RANK[self.schedule]

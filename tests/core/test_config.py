@@ -230,3 +230,14 @@ def test_errors_have_one_shape() -> None:
     assert isinstance(copy, ValueError)
     assert (copy.seen, copy.where, copy.do) == ("s", "w", "d")
     assert set(config_module.__all__) >= {"HolmesConfig", "ClusterSpec"}
+
+
+@pytest.mark.parametrize(
+    "values", [{"schedule": "zbv"}, {"schedule": "interleaved_zb"}, {"schedule": "dualpipev"}, {"defer_weights": True}]
+)
+def test_split_backward_passes_do_not_recompute(values: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="about 10 times") as caught:
+        HolmesConfig(recompute=True, **values)
+    assert next(iter(values)) in str(caught.value.where)
+    HolmesConfig(**values)
+    HolmesConfig(recompute=False, **values)

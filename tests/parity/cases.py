@@ -538,13 +538,6 @@ SLOW = (
         slow=True,
     ),
     Case(
-        name="pp2_zbv_checkpointing",
-        description="activations are recomputed under a zero-bubble schedule",
-        config=_config(2, schedule="zbv"),
-        checkpointing=True,
-        slow=True,
-    ),
-    Case(
         name="pp2_ragged_virtual",
         description="batches too small for the schedule are run in the GPipe order",
         config=_config(2, schedule="dualpipev"),

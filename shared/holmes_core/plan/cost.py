@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 
-from holmes_core.config import V_SCHEDULES
+from holmes_core.config import V_SCHEDULES, ZERO_BUBBLE
 from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes, heap_factor
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
-from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight, pipeline_seconds
+from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
 from holmes_core.plan.cost_values import COMPUTE_EFFICIENCY, RUNTIME_BYTES, Choice, Job, Prediction, StageCosts
 from holmes_core.plan.hardware import Measured
 from holmes_core.plan.one_f_one_b import embedding_lead
@@ -121,7 +121,7 @@ class CostModel:
         job, profile, tp, dp, x = self.job, self.job.profile, choice.tp, choice.dp, choice.micro_batch_size
         places, pp, width = self.places(choice), choice.pp, choice.width
         num_stages, rank_of = choice.num_stages, choice.ranks()
-        forward, backward, again, kept = [], [], [], []
+        forward, backward, kept = [], [], []
         parameters = [0.0] * pp
         at = 0
         for stage, count in enumerate(choice.layers_per_stage):
@@ -134,8 +134,8 @@ class CostModel:
             steps = 2 if choice.embedding_on_last and stage == num_stages - 1 else 1
             before, after = self.action_seconds(place) if num_stages > 1 else (0.0, 0.0)
             forward.append(count * there + head[0] + steps * before)
-            again.append(count * there if choice.recompute else 0.0)
-            backward.append(count * back + again[-1] + head[1] + steps * after)
+            again = count * there if choice.recompute else 0.0
+            backward.append(count * back + again + head[1] + steps * after)
             inside = count * profile.boundary_bytes if choice.recompute else self._kept(at, stop, tp)
             kept.append(x * (inside + (profile.boundary_bytes if stage < num_stages - 1 else 0)))  # what it has sent
             at = stop
@@ -162,7 +162,6 @@ class CostModel:
         return StageCosts(
             forward=tuple(forward),
             backward=tuple(backward),
-            again=tuple(again),
             edges=edges,
             sent=x * profile.boundary_bytes,
             copy_seconds=tuple(copied for copied, *_ in gradient),
@@ -279,7 +278,7 @@ class CostModel:
         Split passes tell of their gradients only when the whole stage is done.
         """
         whole = choice.schedule not in ZERO_BUBBLE and not (choice.split and rank)
-        return backward[choice.stages_of(rank)[0]] if whole and self.job.device_type != "cpu" else 0.0
+        return backward[choice.stages_of(rank)[0]] if whole else 0.0
 
     def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float, float]:
         """Seconds to put a stage's gradients together, to sum them, to hand out parameters; bytes between hosts."""

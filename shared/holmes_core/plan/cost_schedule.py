@@ -18,9 +18,7 @@ from itertools import pairwise
 from holmes_core.config import V_SCHEDULES
 
 __all__ = [
-    "RECOMPUTED_FOR_WEIGHTS",
     "SPLIT_BACKWARD",
-    "ZERO_BUBBLE",
     "in_flight",
     "pipeline_seconds",
     "rank_of_stage",
@@ -28,14 +26,9 @@ __all__ = [
 ]
 
 _ALL_FORWARD_FIRST = ("gpipe", "looped_bfs")
-#: Schedules that split backward passes in two: the first two of them all, dualpipev those at both ends of a step.
-ZERO_BUBBLE = ("interleaved_zb", "zbv", "dualpipev")
 #: What the input's part and the weights' part of a backward pass take, of the whole one: autograd goes through the
 #: graph twice. Measured with torch 2.13 on a CPU, blocks of GPT-2 and LLaMA: 0.54 to 0.62 and 0.49 to 0.57.
 SPLIT_BACKWARD = (0.57, 0.53)
-#: How often the weights' part computes a block again that is to be recomputed: once for each of its matrices and norms,
-#: because torch differentiates them one by one (LLaMA's block has nine).
-RECOMPUTED_FOR_WEIGHTS = 9
 
 
 def rank_of_stage(schedule: str, stage: int, pp: int) -> int:

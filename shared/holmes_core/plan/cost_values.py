@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from holmes_core.cluster.value import Value
 from holmes_core.plan.cost_network import Edge
-from holmes_core.plan.cost_schedule import RECOMPUTED_FOR_WEIGHTS, SPLIT_BACKWARD, rank_of_stage, stages_by_rank
+from holmes_core.plan.cost_schedule import SPLIT_BACKWARD, rank_of_stage, stages_by_rank
 from holmes_core.plan.hardware import Hardware
 from holmes_core.plan.profile import ModelProfile
 
@@ -33,8 +33,8 @@ class Job(Value):
         batch: Samples per step over all replicas.
         precision: A key of PRECISIONS.
         efficiency: Part of the peak that compute reaches, where no speed was measured.
-        overlap: Part of summing gradients that is hidden behind compute, 0 to 1. None: as much as passes while the
-            step's last backward runs; on processors nothing, because there summing takes its time from computing.
+        overlap: Part of summing gradients that is hidden behind compute, 0 to 1. None: what is on its way while the
+            step's last backward runs; copying them together is not.
         replica_batch: Samples of one replica's batch, where the data loader decides that; `batch` is then not looked
             at, and the layout that trains most samples per second is the fastest. 0: `batch` decides.
         runtime_bytes: What every rank occupies besides the model.
@@ -168,7 +168,6 @@ class StageCosts:
     Args:
         forward: Seconds per micro-batch, per stage.
         backward: The same, with recomputation where it is chosen.
-        again: Those of them that recompute.
         edges: The way from each stage to the next.
         embedded: The way from the last rank to the first, where the last runs the embedding; else None.
         sent: Bytes one rank sends over an edge per micro-batch, in each direction.
@@ -189,7 +188,6 @@ class StageCosts:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    again: tuple[float, ...]
     edges: tuple[Edge, ...]
     sent: int
     copy_seconds: tuple[float, ...]
@@ -213,12 +211,11 @@ class StageCosts:
 
     def input_seconds(self, stage: int) -> float:
         """Return what the input's part of a split backward pass takes."""
-        return SPLIT_BACKWARD[0] * (self.backward[stage] - self.again[stage]) + self.again[stage]
+        return SPLIT_BACKWARD[0] * self.backward[stage]
 
     def weight_seconds(self, stage: int) -> float:
         """Return what the weights' part of a split backward pass takes."""
-        plain = self.backward[stage] - self.again[stage]
-        return SPLIT_BACKWARD[1] * plain + RECOMPUTED_FOR_WEIGHTS * self.again[stage]
+        return SPLIT_BACKWARD[1] * self.backward[stage]
 
     def memory_bytes(self, rank: int, kept: int) -> int:
         """Return a pp rank's peak: while it computes with ``kept`` bytes of activations, or at the end of the step."""

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 
 from holmes_core.cluster.probe import ProbeResult
 from holmes_core.cluster.topology import Topology
-from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, HolmesConfig
+from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, ZERO_BUBBLE, HolmesConfig
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
-from holmes_core.plan.cost_schedule import RECOMPUTED_FOR_WEIGHTS, ZERO_BUBBLE
 from holmes_core.plan.grid import make_grid, ranks_in_order
 from holmes_core.plan.layout import Layout, choose_layout, default_num_microbatches
 from holmes_core.plan.means import choose_means
@@ -169,11 +168,6 @@ def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeRes
     recompute = chosen.choice.recompute
     if recompute and not step.recomputes and config.recompute is None:
         notes.append("blocks are recomputed in the backward pass: without it the memory would not do")
-    if recompute and config.schedule in ZERO_BUBBLE:
-        notes.append(
-            f"{config.schedule} splits backward passes, and torch recomputes a block for each weight of it: about "
-            f"{RECOMPUTED_FOR_WEIGHTS + 1} times; 1f1b recomputes it once"
-        )
     if means := _means(rule.choice, chosen.choice, config):
         faster = f"; together {_speed(usual) / _speed(rule) - 1:.0%} more samples per second" if chosen is usual else ""
         notes.append(f"by what was measured: {', '.join(means)}{faster}")
@@ -201,6 +195,7 @@ def _job(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeResul
         runtime_bytes=step.runtime_bytes,
         trainable=step.trainable,
         device_type=step.device_type,
+        overlap=None if config.overlap else 0.0,
     )
 
 
@@ -261,7 +256,7 @@ def _usual(
         defer_weights=layout.defer_weights,
     )
     found = _with_blocks(model, config, choice, probe)
-    if found.prediction.fits or fixed.recompute is not None:
+    if found.prediction.fits or fixed.recompute is not None or config.schedule in ZERO_BUBBLE or config.defer_weights:
         return found
     return _with_blocks(model, config, replace(choice, recompute=True), probe)
 

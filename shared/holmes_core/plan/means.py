@@ -20,7 +20,7 @@ __all__ = ["choose_means"]
 
 _AHEAD = (0, 1, 2)
 _GAIN = 1.01  # what each of them must gain: a mean that gains nothing is one more thing to explain
-_CUT_GAIN = 1.05  # another number of micro-batches: dropout draws other numbers, measurements must not decide that
+_CUT_GAIN = 1.02  # another number of micro-batches: dropout draws other numbers then, so it has to be clear
 _FEWEST_ROUNDS, _MOST_ROUNDS = 1, 8  # micro-batches per pipeline rank that are tried
 _ACTIONS = 100_000  # most actions simulated for one layout
 

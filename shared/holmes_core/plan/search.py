@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from holmes_core.cluster.value import Value
+from holmes_core.config import ZERO_BUBBLE
 from holmes_core.errors import ConfigError
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
-from holmes_core.plan.cost_schedule import ZERO_BUBBLE, in_flight
+from holmes_core.plan.cost_schedule import in_flight
 from holmes_core.plan.means import choose_means
 from holmes_core.plan.partition import equal_partition, fill_stages, paper_partition, self_adapting_partition
 from holmes_core.plan.search_space import Limits, choices_of, divisors, orders_of, reordered
@@ -120,13 +121,13 @@ def search(job: Job, limits: Limits | None = None, *, keep: int = 5, model: Cost
 def candidates(model: CostModel, limits: Limits, orders: Sequence[tuple[int, ...]]) -> Iterator[Candidate]:
     """Predict every legal layout in closed form, whether it fits the memory or not.
 
-    Recomputation is tried only where a layout does not fit without it: it is never faster; nor with zero-bubble
-    schedules, whose weights' parts recompute blocks many times, unless such a schedule is asked for.
+    Recomputation is tried only where a layout does not fit without it: it is never faster. Schedules that split
+    backward passes never recompute (``HolmesConfig.refuse_recomputing``).
     """
     for order in orders:
         for choice in choices_of(model.job, limits, order):
             plain = None
-            split = choice.schedule in ZERO_BUBBLE and limits.schedule is None
+            split = choice.schedule in ZERO_BUBBLE or choice.split
             if limits.recompute is not True:
                 plain = _evaluate(model, limits, choice)
                 if plain is not None and (plain.prediction.fits or limits.recompute is False):

@@ -78,6 +78,8 @@ def settle(
     Raises:
         HolmesError: The degrees cannot be, or the layout does not fit the memory; the same on every rank.
     """
+    if _recomputes(root):
+        config.refuse_recomputing(f"{type(root).__name__} has gradient checkpointing switched on")
     chain, plan = plan_by_rule(config, root, topology, device.type)
     if chain is None:
         return config, Chain(path=type(root).__name__, names=("",), blocks=(root,), front_end="whole model"), plan
