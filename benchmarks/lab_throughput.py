@@ -162,7 +162,6 @@ def measure(setting: str, name: str, *, batch: int, steps: int) -> tuple[list[fl
             done = run_job(lab, [*words, "--out", str(out)], torchrun=True, env=env, timeout=900, write=lines.append)
         finally:
             lab.down()
-        Path("/tmp/last.lines").write_text("\n".join(lines))
         if done.returncode or not out.exists():
             causes = [line for line in lines if "Error" in line] or lines or ["no output"]
             return causes[-1].strip()[:200]

@@ -150,7 +150,8 @@ def measure(setting: str, names: list[str], steps: int, folder: Path) -> dict[st
         for name in names:
             out = str(folder / "times.json")
             command = [sys.executable, __file__, "--be", "--steps", str(steps), "--out", out]
-            config = {"print_plan": False, "timeout": 120, "probe": probe, **LAYOUTS[name][1]}
+            fixed = {"run_ahead": 0, "defer_weights": False, "sharding": "optimizer", **LAYOUTS[name][1]}
+            config = {"print_plan": False, "timeout": 120, "probe": probe, **fixed}
             run(lab, command, config, name)
             found[name] = json.loads(Path(out).read_text())
             took, thought = statistics.median(found[name]["steps"]), found[name]["prediction"]["step_seconds"]

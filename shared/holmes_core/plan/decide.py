@@ -214,6 +214,7 @@ def _limits(config: HolmesConfig, topology: Topology, step: Step) -> Limits:
         sharding=None if config.sharding == "auto" else config.sharding,
         run_ahead=config.run_ahead,
         defer_weights=config.defer_weights,
+        recut=None if step.batch is not None else False,
         last=None if v_schedule else zero,
         first=zero if v_schedule else None,
         partition=config.partition,

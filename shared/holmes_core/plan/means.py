@@ -69,7 +69,7 @@ def _others(model: CostModel, choice: Choice, limits: Limits) -> Iterator[Choice
         yield replace(choice, sharding="none" if choice.sharding == "optimizer" else "optimizer")
     # Where the data loader does not decide the batch, the search itself tries all sizes.
     open_cut = model.job.replica_batch and limits.micro_batch_size is None and limits.num_microbatches is None
-    if choice.pp > 1 and open_cut and choice.schedule == "1f1b":
+    if choice.pp > 1 and open_cut and limits.recut is not False and choice.schedule == "1f1b":
         batch = model.job.samples(choice.dp)
         for size in range(1, batch + 1):
             rounds = batch / size / choice.pp

@@ -40,6 +40,8 @@ class Limits(Value):
         sharding: ``optimizer`` or ``none``.
         run_ahead: Micro-batches that 1F1B runs ahead at each edge between clusters.
         defer_weights: Whether 1F1B puts off weights' gradients at both ends of a step.
+        recut: False keeps the rule's number of micro-batches where the data loader decides the batch (which may be a
+            guess); otherwise others are tried.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
         embedding: Which rank runs the input embedding: ``first``, ``last`` or, as jobs do it, ``auto``.
     """
@@ -57,6 +59,7 @@ class Limits(Value):
     sharding: str | None = None
     run_ahead: int | None = None
     defer_weights: bool | None = None
+    recut: bool | None = None
     partition: str = "auto"
     embedding: str = "auto"
 

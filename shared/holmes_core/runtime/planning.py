@@ -307,4 +307,6 @@ def recompute_blocks(root: nn.Module) -> None:
             do="recompute in your model (torch.utils.checkpoint), and leave recompute out or set memory_limit: 0",
         )
     if not _recomputes(root):
-        found[1].gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        model: Any = found[1]
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})

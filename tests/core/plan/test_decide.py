@@ -206,5 +206,7 @@ def test_micro_batches_are_decided_where_it_gains_much() -> None:
     found = decided(where, config, step(where, batch=16), replace(slow, links=links))
     assert found.config.micro_batch_size is not None
     assert found.config.micro_batch_size > 4  # the rule would take 4 micro-batches of 4
+    guess = decided(where, config, step(where, batch=None), replace(slow, links=links))
+    assert guess.config.micro_batch_size is None, "the batch is not known"
     fixed = decided(where, {**config, "num_microbatches": 4}, step(where, batch=16), replace(slow, links=links))
     assert fixed.config.micro_batch_size is None

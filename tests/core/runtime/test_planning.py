@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from holmes_core.cluster.host import Cluster, Host
 from holmes_core.cluster.topology import Topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
@@ -24,7 +25,7 @@ def test_a_model_that_recomputes_its_blocks_is_refused_where_backward_passes_are
         settle(
             HolmesConfig(pp=2, **values),
             model,
-            Topology(clusters=()),
+            Topology(clusters=(Cluster(name="a", kind="ethernet", hosts=(Host(name="h", ranks=(0, 1)),)),)),
             device=torch.device("cpu"),
             hint=StepHint(),
         )
