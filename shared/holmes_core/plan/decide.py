@@ -218,7 +218,8 @@ def _limits(config: HolmesConfig, topology: Topology, step: Step) -> Limits:
         last=None if v_schedule else zero,
         first=zero if v_schedule else None,
         partition=config.partition,
-        embedding=config.embedding,
+        # Stages that begin at named modules have no embedding of their own.
+        embedding=config.embedding if config.split_points is None else "first",
     )
 
 

@@ -210,3 +210,15 @@ def test_micro_batches_are_decided_where_it_gains_much() -> None:
     assert guess.config.micro_batch_size is None, "the batch is not known"
     fixed = decided(where, {**config, "num_microbatches": 4}, step(where, batch=16), replace(slow, links=links))
     assert fixed.config.micro_batch_size is None
+
+
+def test_named_stages_keep_their_embedding() -> None:
+    """On a slow link the embedding of a tied model would go to the last rank; stages that are named cannot have that."""
+    where = topology((1, 1), (1, 1))
+    tied = replace(step(where), profile=profile_of_config(GPT, seq=128, value_bytes=4))
+    slow = probe(where)
+    links = tuple(replace(link, gbits=0.02) if link.pair.kind == "across" else link for link in slow.links)
+    slow = replace(slow, links=links)
+    assert decided(where, {"pp": 2, "num_microbatches": 8}, tied, slow).config.embedding == "last"
+    named = decided(where, {"pp": 2, "num_microbatches": 8, "split_points": ["h.4"]}, tied, slow)
+    assert named.config.embedding == "first"
