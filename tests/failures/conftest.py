@@ -18,29 +18,31 @@ _SHARED = Path("/dev/shm")
 _warm: set[int] = set()  # the process that ranks are forked from lives as long as the session
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _mark() -> Iterator[str]:
+@pytest.fixture(scope="session")
+def _mark() -> str:
     """All processes that these tests start, at any remove, have a mark in their environment."""
-    os.environ[_MARK] = uuid.uuid4().hex
-    yield f"{_MARK}={os.environ[_MARK]}"
-    del os.environ[_MARK]
+    return uuid.uuid4().hex
 
 
 @pytest.fixture(scope="session")
 def farm(tmp_path_factory: pytest.TempPathFactory, _mark: str) -> Iterator[Farm]:
-    with Farm(tmp_path_factory.mktemp("failures"), "tests.failures.scenarios", "holmes_lightning.hooks") as farm:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_MARK, _mark)
+        farm = Farm(tmp_path_factory.mktemp("failures"), "tests.failures.scenarios", "holmes_lightning.hooks")
+    with farm:
         _warm.add(farm.pid)
         yield farm
         _warm.clear()
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left(_mark: str) -> Iterator[None]:
+def _nothing_is_left(_mark: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever failed: no process lives on (with none, no port is held), and no shared memory has a name."""
     names = _shared()
+    monkeypatch.setenv(_MARK, _mark)  # for as long as the test runs: other folders' warm processes have none
     yield
     until = time.monotonic() + 15
-    while (left := {**_marked(_mark), **_orphaned(names)}) and time.monotonic() < until:
+    while (left := {**_marked(f"{_MARK}={_mark}"), **_orphaned(names)}) and time.monotonic() < until:
         time.sleep(0.2)
     assert not left, f"left behind: {left}"
 
