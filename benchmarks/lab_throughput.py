@@ -72,7 +72,8 @@ PLANNED = {"homogeneous": 1, "three8": 4, "ethernet8": 4}
 VARIANTS = {
     "planned": _holmes("as the job plans itself", 2, probe="auto", print_plan=True),
     "planned-accelerate": _holmes(
-        "as the job plans itself", 2, kind="holmes_accelerate", system="Holmes (Accelerate)", probe="auto"
+        "as the job plans itself", 2, kind="holmes_accelerate", system="Holmes (Accelerate)", probe="auto",
+        print_plan=True,
     ),
     "holmes": _holmes("pp 2 x dp 2, 8 micro-batches, deferred weights", 2, **BEST),
     "holmes16": _holmes("the same, 16 micro-batches", 2, **{**BEST, "num_microbatches": 16}),

@@ -19,7 +19,7 @@ from accelerate.utils.modeling import get_mixed_precision_context_manager
 from holmes_accelerate import refusals
 from holmes_accelerate.checkpoints import CheckpointHooks
 from holmes_accelerate.collectives import CollectiveHooks
-from holmes_accelerate.loaders import share_batches
+from holmes_accelerate.loaders import batch_size_of, share_batches
 from holmes_accelerate.plugin import take_plugin
 from holmes_accelerate.process import enter, on_cpu, set_accelerator
 from holmes_accelerate.wrappers import HolmesOptimizer, HolmesScheduler
@@ -29,6 +29,7 @@ from holmes_core.plan.layout import ModelFacts, choose_layout, pin
 from holmes_core.runtime.call_mode import CallMode, named_parameter_slots, of_model
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.failure import FailureLog
+from holmes_core.runtime.probe import StepHint
 from holmes_core.runtime.setup import build_engine, share_random_state
 from holmes_core.runtime.start import host_name
 
@@ -53,6 +54,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
     _replicas, _replica = 1, 0
     _mode: CallMode | None = None
     _freed: CallMode | None = None
+    _batch: int | None = None  # samples of a replica's batch in the first loader that was seen, for predictions
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         too_new = refusals.check_version(accelerate.__version__)
@@ -122,6 +124,8 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
     def prepare(self, *args: Any, device_placement: Any = None) -> Any:
         """Prepare models first, so that the order of the arguments does not matter; then as Accelerate does."""
         for obj in args:
+            self._see(obj)
+        for obj in args:
             if isinstance(obj, torch.nn.Module):
                 self.prepare_model(obj)
         return super().prepare(*args, device_placement=device_placement)
@@ -149,6 +153,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
                 device=self.device,
                 seed=share_random_state(),
                 meeting=self._meeting,
+                hint=StepHint(batch=self._batch, precision=self.mixed_precision),
             )
         refusals.check_same_layout(self._layout, engine.plan.layout)
         _leave_files(engine)
@@ -205,12 +210,18 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """Shard over replicas; all ranks of a replica get the same batches."""
+        self._see(data_loader)
         loader = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
         if isinstance(loader, DataLoaderDispatcher):
             raise refusals.dispatched()
         if "base_dataloader" not in vars(loader):
             raise refusals.unknown_loader(loader)
         return share_batches(loader, self._engine_or_none)
+
+    def _see(self, obj: Any) -> None:
+        size = batch_size_of(obj) if self._batch is None else None
+        if size is not None:
+            self._batch = max(1, size // self._replicas) if self.split_batches else size
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Go on in the middle of an epoch."""

@@ -10,12 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from holmes_core.runtime.call_mode_data import replica_batches
 from holmes_core.runtime.engine import Engine
 
-__all__ = ["share_batches"]
+__all__ = ["batch_size_of", "share_batches"]
 
 _SHARED = "_holmes_shared"
+
+
+def batch_size_of(obj: Any) -> int | None:
+    """Return a data loader's samples per batch; None if it does not say, or is none."""
+    if not isinstance(obj, DataLoader):
+        return None
+    found = obj.batch_size if obj.batch_size is not None else getattr(obj.batch_sampler, "batch_size", None)
+    return found if isinstance(found, int) and found > 0 else None
 
 
 def share_batches(loader: Any, engine_of: Callable[[], Engine | None]) -> Any:

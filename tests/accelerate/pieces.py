@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -29,6 +29,11 @@ def prepare(accelerator: Any = None, *, lr: float = 0.1, rows: int = 8, batch: i
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     loader = DataLoader(Rows(rows, 1, True), batch_size=batch)
     return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def what_is_known_of_a_step(context: Context) -> dict[str, Any]:
+    accelerator, *_ = prepare(dataloader_config=DataLoaderConfiguration(split_batches=True))
+    return {"batch": accelerator._batch, "replicas": accelerator.num_processes}
 
 
 def error_of(function: Any) -> str:

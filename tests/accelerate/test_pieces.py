@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from holmes_accelerate.loaders import batch_size_of
 from tests.lightning.farm import Farm
 
 CALL = "tests.accelerate.scenarios:call"
@@ -118,6 +120,20 @@ def test_batches_are_equal_on_all_ranks_of_a_replica(farm: Farm) -> None:
     assert ranks[0]["rows"] == ranks[1]["rows"]
     assert ranks[0]["again"] == ranks[1]["again"]
     assert ranks[0]["skipped"] == 2
+
+
+def test_the_batch_of_a_step_is_known_to_predictions(farm: Farm) -> None:
+    for found in on_ranks(farm, "what_is_known_of_a_step", {"pp": 2, "dp": 2}):
+        assert found == {"batch": 2, "replicas": 2}  # 4 rows, split over the replicas
+
+
+def test_batch_sizes_of_loaders() -> None:
+    rows = list(range(8))
+    sampler = BatchSampler(SequentialSampler(rows), batch_size=3, drop_last=False)
+    assert batch_size_of(DataLoader(rows, batch_size=2)) == 2  # type: ignore[arg-type]
+    assert batch_size_of(DataLoader(rows, batch_sampler=sampler)) == 3  # type: ignore[arg-type]
+    assert batch_size_of(DataLoader(rows, batch_sampler=[[0], [1, 2]])) is None  # type: ignore[arg-type]
+    assert batch_size_of(torch.nn.Linear(1, 1)) is None
 
 
 def test_settings_in_code(farm: Farm) -> None:

@@ -73,7 +73,10 @@ class ParameterBytes:
 
     def static(self, dp: int, *, sharded: bool) -> float:
         """What is there while the rank computes."""
-        return self.heap * (self.weights + self.gradients + self.casts + self.states / (dp if sharded else 1))
+        # On processors gradients that every replica gets are summed in the same place each time.
+        home = self.gradients if self.gloo and dp > 1 and not sharded else 0.0
+        states = self.states / (dp if sharded else 1)
+        return self.heap * (self.weights + self.gradients + self.casts + states + home)
 
     def ending(self, dp: int, *, sharded: bool) -> float:
         """The most that the end of a step needs besides `static`."""
@@ -83,7 +86,7 @@ class ParameterBytes:
     def _summing(self, dp: int, sharded: bool) -> float:
         # One flat copy of everything leaves; with gloo each owner besides receives every other replica's copy of what
         # it owns (runtime/data_parallel.py).
-        if dp == 1:
+        if dp == 1 or (self.gloo and not sharded):
             return 0.0
         return self.gradients * (1 + ((dp - 1) / dp if self.gloo and sharded else 0))
 

@@ -183,7 +183,7 @@ class CallMode:
         guess = self._ahead.begin()
         call = OneCall(params, replicas=self.dp, guess=guess, onto=self._pending)
         try:
-            result = engine.train(step, batch, scale=call.scale, completes=guess is not None)
+            result = engine.train(step, batch, scale=call.scale, completes=guess is not None, keep=True)
         finally:
             call.end()
         told = (float(result.loss), kind[0]) if result.loss is not None else None

@@ -56,7 +56,7 @@ class Ahead:
         self.another()
         if self._on and self._completes():
             self._under_way, self._right, self._left = True, False, []
-            self._engine.gradients.data_parallel.expect(self._engine._stage_of)
+            self._engine.gradients.data_parallel.expect(self._engine._stage_of, keep=True)
 
     def another(self) -> None:
         """One more call in this step: what left early was not all. All ranks get here alike."""

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from holmes_core.runtime.torch_compat import storage_is_shared
+
 __all__ = ["DataParallel", "assign_owners", "sum_over"]
 
 Count = Callable[[dist.ProcessGroup, Tensor], None]
@@ -103,6 +105,7 @@ class _Bucket:
 
     parts: dict[int | None, list[nn.Parameter]]
     missing: set[nn.Parameter] = field(default_factory=set)  # not complete yet in this step
+    home: Tensor | None = None  # where it is summed in each step, on processors
     works: list[Any] = field(default_factory=list)
     sums: dict[int | None, list[Tensor]] = field(default_factory=dict)  # target: the buffers that add up to its sum
 
@@ -150,6 +153,7 @@ class DataParallel:
         self._buckets = _make_buckets(self._params, self.owner.get) if self.size > 1 else []
         self._bucket_of = {p: b for b in self._buckets for part in b.parts.values() for p in part}
         self._launched = 0
+        self._kept = False
         self._expecting: Mapping[nn.Parameter, int] | None = None
         self._completing: int | None = None
         if overlap:
@@ -161,14 +165,16 @@ class DataParallel:
         return self.owner.get(param, 0) == self.rank
 
     # ---- while the last backward runs ----------------------------------------------------------------------------
-    def expect(self, stage_of: Mapping[nn.Parameter, int]) -> None:
+    def expect(self, stage_of: Mapping[nn.Parameter, int], *, keep: bool) -> None:
         """The backward passes that follow complete the step's gradients: buckets may leave as they fill.
 
         Args:
             stage_of: The one local stage that computes a parameter's gradient. Parameters that are not in it (several
                 stages of this rank use them) wait for `reduce_gradients`.
+            keep: Whether ``param.grad`` stays as it was until `reduce_gradients`, so that all can be taken back
+                (`discard`). Otherwise a gradient that has left is None until then: its memory is free for the next.
         """
-        self._expecting = stage_of
+        self._expecting, self._kept = stage_of, keep
         for bucket in self._buckets:
             bucket.missing = {p for part in bucket.parts.values() for p in part}
 
@@ -197,6 +203,7 @@ class DataParallel:
 
     def reduce_gradients(self) -> None:
         """Sum gradients over the group; with a sharded optimizer only owners keep them. Collective."""
+        self._kept = False
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
         self._launched, self._expecting, self._completing = 0, None, None
@@ -221,7 +228,10 @@ class DataParallel:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             # Experts may be idle on some ranks; a parameter that is unused on all of them must keep no gradient.
             used = torch.tensor([p.grad is not None for p in params]).to(grads[0], non_blocking=True)
-            flat = _flatten([*grads, used])
+            flat = self._flat(bucket, target, [*grads, used])
+            if not self._kept:
+                for param in params:
+                    param.grad = None
             bucket.sums[target] = [flat]
             if target is None:
                 self._count(self._group, flat)
@@ -240,6 +250,21 @@ class DataParallel:
                     for r, buffer in enumerate(buffers)
                     if r != self.rank
                 ]
+
+    def _flat(self, bucket: _Bucket, target: int | None, parts: Sequence[Tensor]) -> Tensor:
+        """Copy gradients together; on processors, where all ranks get the sum, to where they were the last time.
+
+        Memory that is given back and taken again in each step costs a processor more than the copy itself (its pages
+        are mapped anew); the allocator of GPUs keeps what it has. A place that somebody still looks at (a gradient that
+        the script has put aside, or adds to in place) is left to them.
+        """
+        if target is not None or parts[0].device.type != "cpu":
+            return _flatten(parts)
+        if bucket.home is None or storage_is_shared(bucket.home):
+            bucket.home = _flatten(parts)
+        else:
+            torch.cat([part.reshape(-1) for part in parts], out=bucket.home)
+        return bucket.home
 
     @torch.no_grad()
     def _finish(self, bucket: _Bucket) -> None:

@@ -267,7 +267,14 @@ class Engine:
         return [microbatch.slice_batch(batch, rows, size) for rows in microbatch.split_sizes(size, n)]
 
     def train(
-        self, step: Step, batch: Any, *, accumulate: int = 1, scale: float = 1.0, completes: bool = False
+        self,
+        step: Step,
+        batch: Any,
+        *,
+        accumulate: int = 1,
+        scale: float = 1.0,
+        completes: bool = False,
+        keep: bool = False,
     ) -> TrainResult:
         """Run forward and backward of one batch; gradients are added to ``param.grad``, not yet reduced.
 
@@ -278,6 +285,7 @@ class Engine:
             scale: Factor on the loss for half-precision training.
             completes: Whether this batch completes the gradients of an optimizer step: `reduce_gradients` comes next,
                 and nobody changes gradients before; summing them over replicas then begins during the backward.
+            keep: Whether that may turn out to be wrong: gradients then stay where they are (`DataParallel.expect`).
 
         Returns:
             The `TrainResult`.
@@ -300,7 +308,7 @@ class Engine:
             seeds=(self.seed, 1, self.batches_seen, self.place.dp),
         )
         if completes:
-            self.gradients.data_parallel.expect(self._stage_of)
+            self.gradients.data_parallel.expect(self._stage_of, keep=keep)
         self._run_pass(run)
         self.batches_seen += 1
         result = TrainResult(num_microbatches=len(batches))

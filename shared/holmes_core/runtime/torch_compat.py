@@ -7,6 +7,8 @@ name yet. Tested with torch 2.13 and 2.14; another release that moved a name fai
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
 from torch.distributed.pipelining import schedules as _schedules
 from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import (
@@ -34,4 +36,12 @@ __all__ = [
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
+    "storage_is_shared",
 ]
+
+
+def storage_is_shared(tensor: Tensor) -> bool:
+    """Whether another tensor (a view, wherever it is held) has the same memory."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, `storage`
+

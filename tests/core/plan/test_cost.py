@@ -153,10 +153,12 @@ def test_memory_at_the_end_of_a_step() -> None:
     """gloo's owners receive a copy of every replica; AdamW's square roots on GPUs; flat copies of parameters."""
     gloo, nccl = (ParameterBytes.of("32-true", gloo=gloo) for gloo in (True, False))
     assert gloo.static(2, sharded=True) == 4 + 4 + 8 / 2
-    assert gloo.static(2, sharded=False) == 16
+    assert gloo.static(2, sharded=False) == 16 + 4  # sums have a place of their own
+    assert gloo.static(1, sharded=False) == nccl.static(2, sharded=False) == 16
     assert gloo.ending(2, sharded=True) == 4 * 1.5
     assert gloo.ending(4, sharded=True) == 4 * 1.75
-    assert gloo.ending(4, sharded=False) == nccl.ending(4, sharded=True) == 4
+    assert gloo.ending(4, sharded=False) == 0
+    assert nccl.ending(4, sharded=True) == 4
     assert gloo.ending(1, sharded=True) == 0
     assert nccl.ending(1, sharded=True) == 4  # 4 bytes of square roots for each parameter
     held = ParameterBytes.of("32-true", gloo=True, heap=1.5)

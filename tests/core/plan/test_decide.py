@@ -213,7 +213,7 @@ def test_micro_batches_are_decided_where_it_gains_much() -> None:
 
 
 def test_named_stages_keep_their_embedding() -> None:
-    """On a slow link the embedding of a tied model would go to the last rank; stages that are named cannot have that."""
+    """On a slow link a tied model's embedding goes to the last rank; stages that are named cannot have that."""
     where = topology((1, 1), (1, 1))
     tied = replace(step(where), profile=profile_of_config(GPT, seq=128, value_bytes=4))
     slow = probe(where)

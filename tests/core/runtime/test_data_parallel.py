@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holmes_core.runtime.data_parallel import assign_owners
+from holmes_core.runtime.data_parallel import DataParallel, _make_buckets, assign_owners
+from holmes_core.runtime.torch_compat import storage_is_shared
 
 
 @given(st.lists(st.integers(0, 1000), max_size=40), st.integers(1, 9), st.data())
@@ -27,3 +32,48 @@ def test_owners_are_balanced(sizes: list[int], ranks: int, data: st.DataObject) 
         if mine:
             assert total[rank] - min(mine) <= min(total)
 
+
+
+def test_memory_that_somebody_looks_at_is_told() -> None:
+    home = torch.zeros(10)
+    assert not storage_is_shared(home)
+    param = torch.nn.Parameter(torch.zeros(4))
+    param.grad = home[:4]
+    assert storage_is_shared(home)
+    aside = param.grad.view(2, 2)[0]
+    param.grad = None
+    assert storage_is_shared(home), "a view of a view is held still"
+    del aside
+    assert not storage_is_shared(home)
+
+
+def test_gradients_that_were_put_aside_keep_their_values(tmp_path: Path) -> None:
+    """Sums go where the last ones were, unless the script still holds those; parameters nobody used have none."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        params = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+        group = dist.group.WORLD
+        one = DataParallel(params, owner=None, group=group, count=lambda *_: None)
+        one._buckets = _make_buckets(params, lambda _: None)  # one rank has none by itself
+        places, aside = [], None
+        for step in range(4):
+            for value, param in enumerate(params[:2]):
+                param.grad = torch.full((3,), 10.0 * step + value)
+            if step == 2:
+                assert aside is not None
+                assert aside.tolist() == [11.0] * 3
+            one.reduce_gradients()
+            assert params[2].grad is None
+            assert [p.grad[0].item() for p in params[:2]] == [10.0 * step, 10.0 * step + 1]
+            places.append(params[0].grad.untyped_storage().data_ptr())
+            if step == 1:
+                aside = params[1].grad
+            for param in params:
+                param.grad = None
+        assert places[0] == places[1]
+        assert places[1] != places[2], "step 1's are held"
+        assert places[2] == places[3]
+        assert aside is not None
+        assert aside.tolist() == [11.0] * 3
+    finally:
+        dist.destroy_process_group()
