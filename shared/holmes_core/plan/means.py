@@ -2,8 +2,8 @@
 """Choose, by prediction, among the means that hide what a layout still waits for; none of them changes a number.
 
 Where the embedding runs, how far 1F1B runs ahead of slow edges, whether weights' gradients are put off, whether
-replicas share the optimizer, how many micro-batches there are. Each is looked at with the others as they are, twice
-around: they depend on each other little.
+replicas share the optimizer, how many micro-batches there are. Each is looked at with the others as they are, until
+none gains: they depend on each other little.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _AHEAD = (0, 1, 2)
 _GAIN = 1.01  # what each of them must gain: a mean that gains nothing is one more thing to explain
 _CUT_GAIN = 1.02  # another number of micro-batches: dropout draws other numbers then, so it has to be clear
 _FEWEST_ROUNDS, _MOST_ROUNDS = 1, 8  # micro-batches per pipeline rank that are tried
+_ROUNDS = 3
 _ACTIONS = 100_000  # most actions simulated for one layout
 
 
@@ -35,9 +36,10 @@ def choose_means(model: CostModel, choice: Choice, limits: Limits) -> tuple[Choi
     """
     best, prediction = choice, predict_by_simulation(model, choice)
     actions = 0
-    for _ in range(2):
+    for _ in range(_ROUNDS):
         before = best
-        for one in _others(model, best, limits):
+        for changes in _changes(model, best, limits):
+            one = replace(best, **changes)  # type: ignore[arg-type]
             m = model.job.samples(one.dp) // one.micro_batch_size
             actions += 2 * min(m, 8 * one.pp) * one.num_stages
             if actions > _ACTIONS:
@@ -52,26 +54,25 @@ def choose_means(model: CostModel, choice: Choice, limits: Limits) -> tuple[Choi
     return best, prediction
 
 
-def _others(model: CostModel, choice: Choice, limits: Limits) -> Iterator[Choice]:
-    """The choice with one or two of its means changed; those of schedules, together, against each other."""
-    tied = model.job.profile.tied_parameters > 0
-    if choice.pp > 1 and tied and limits.embedding == "auto" and choice.schedule in EMBEDDING_SCHEDULES:
-        yield replace(choice, embedding_on_last=not choice.embedding_on_last)
-    if choice.pp > 1 and choice.schedule == "1f1b":
+def _changes(model: CostModel, choice: Choice, limits: Limits) -> Iterator[dict[str, object]]:
+    """What can be changed about a choice, one means at a time; those of the schedule together, as each needs memory."""
+    pipeline, tied = choice.pp > 1, model.job.profile.tied_parameters > 0
+    if pipeline and tied and limits.embedding == "auto" and choice.schedule in EMBEDDING_SCHEDULES:
+        yield {"embedding_on_last": not choice.embedding_on_last}
+    if pipeline and choice.schedule == "1f1b":
         slow = len(choice.order) > 1
         aheads = (limits.run_ahead,) if limits.run_ahead is not None else _AHEAD if slow else (choice.run_ahead,)
         put_off = (limits.defer_weights,) if limits.defer_weights is not None else (False, True)
         for ahead in aheads:
             for defer in put_off:
                 if not (defer and choice.recompute):  # each weight would recompute its block
-                    yield replace(choice, run_ahead=ahead, defer_weights=defer)
+                    yield {"run_ahead": ahead, "defer_weights": defer}
     if choice.dp > 1 and limits.sharding is None:
-        yield replace(choice, sharding="none" if choice.sharding == "optimizer" else "optimizer")
+        yield {"sharding": "none" if choice.sharding == "optimizer" else "optimizer"}
     # Where the data loader does not decide the batch, the search itself tries all sizes.
     open_cut = model.job.replica_batch and limits.micro_batch_size is None and limits.num_microbatches is None
-    if choice.pp > 1 and open_cut and limits.recut is not False and choice.schedule == "1f1b":
+    if pipeline and open_cut and limits.recut is not False and choice.schedule == "1f1b":
         batch = model.job.samples(choice.dp)
         for size in range(1, batch + 1):
-            rounds = batch / size / choice.pp
-            if batch % size == 0 and size != choice.micro_batch_size and _FEWEST_ROUNDS <= rounds <= _MOST_ROUNDS:
-                yield replace(choice, micro_batch_size=size)
+            if batch % size == 0 and _FEWEST_ROUNDS <= batch / size / choice.pp <= _MOST_ROUNDS:
+                yield {"micro_batch_size": size}

@@ -91,3 +91,17 @@ def test_a_search_ends_with_them(rate: float) -> None:
     without = search(work, replace(limits, run_ahead=0, defer_weights=False, sharding="optimizer")).best
     assert free.choice.run_ahead or free.choice.defer_weights
     assert free.prediction.step_seconds < without.prediction.step_seconds
+
+
+def test_several_means_are_put_together() -> None:
+    """A tied embedding, a slow link, few and large micro-batches, idle ends: each of four means gains."""
+    tied = gpt(1024, 8, 16, 512, vocab_size=16384, tie_word_embeddings=True)
+    work = replace(_two(50.0).job, profile=tied, batch=0, replica_batch=32)
+    plain = replace(choice(work, dp=2), micro_batch_size=16)
+    found, prediction = choose_means(CostModel(work), plain, Limits())
+    changed = [name for name in ("embedding_on_last", "defer_weights", "sharding", "micro_batch_size", "run_ahead")
+               if getattr(found, name) != getattr(plain, name)]  # fmt: skip
+    assert len(changed) >= 3, changed
+    for name in changed:  # none of them is there for nothing
+        without = predict_by_simulation(CostModel(work), replace(found, **{name: getattr(plain, name)}))
+        assert without.step_seconds >= prediction.step_seconds, name
