@@ -102,6 +102,8 @@ def job_of(given: argparse.Namespace) -> tuple[tuple[ClusterSpec, ...], Job, Lim
         raise ConfigError(
             seen=f"--efficiency {given.efficiency}, --overlap {given.overlap}", do="give numbers from 0 to 1"
         )
+    if given.recompute and given.schedule:
+        HolmesConfig(schedule=given.schedule).refuse_recomputing("--recompute")
     specs, hardware = load_hardware(given.cluster)
     name, config = find_config(given.model)
     # Under autocast the residual stream, which stages send, stays in float32.

@@ -88,6 +88,16 @@ def test_simulate_follows_the_file_and_writes_timelines(files: Path, capsys: pyt
     assert (files / "t.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize("name", ["holmes.yaml", "plan.json"])
+def test_what_hides_waiting_reaches_the_job(files: Path, name: str) -> None:
+    """Chosen for 1F1B between clusters on Ethernet; a file says what the search has found, the job follows it."""
+    assert plan("--schedule", "1f1b", "--pp", "8", "-o", name) == 0
+    config = HolmesConfig.load({"plan" if name.endswith("json") else "config": name}, env={})
+    assert config.run_ahead or config.defer_weights
+    assert None not in (config.run_ahead, config.defer_weights)
+    assert config.sharding in ("optimizer", "none")
+
+
 def test_rank_zero_decides_the_last_cluster(files: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in "ab":
         assert plan("--rank-zero", name, "-o", f"{name}.yaml") == 0
@@ -125,6 +135,7 @@ def test_fixed_degrees_that_no_layout_has_get_the_nearest(files: Path, capsys: p
         (["--model", "nothing-like-it"], "known names: gpt2"),
         (["--cluster", "none.yaml"], "none.yaml"),
         (["--efficiency", "2"], "from 0 to 1"),
+        (["--schedule", "zbv", "--recompute"], "about 10 times instead of once"),
         (["--precision", "32-true", "--model", "mt-nlg-530b", "--seq", "2048"], "none fits the memory"),
     ],
 )
