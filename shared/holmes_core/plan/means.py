@@ -20,7 +20,7 @@ __all__ = ["choose_means"]
 
 _AHEAD = (0, 1, 2)
 _GAIN = 1.01  # what each of them must gain: a mean that gains nothing is one more thing to explain
-_CUT_GAIN = 1.02  # another number of micro-batches: dropout draws other numbers then, so it has to be clear
+_SAME = 1.003  # difference below which the plainer one is taken
 _FEWEST_ROUNDS, _MOST_ROUNDS = 1, 8  # micro-batches per pipeline rank that are tried
 _ROUNDS = 3
 _ACTIONS = 100_000  # most actions simulated for one layout
@@ -38,41 +38,43 @@ def choose_means(model: CostModel, choice: Choice, limits: Limits) -> tuple[Choi
     actions = 0
     for _ in range(_ROUNDS):
         before = best
-        for changes in _changes(model, best, limits):
-            one = replace(best, **changes)  # type: ignore[arg-type]
-            m = model.job.samples(one.dp) // one.micro_batch_size
-            actions += 2 * min(m, 8 * one.pp) * one.num_stages
-            if actions > _ACTIONS:
-                return best, prediction
-            found = predict_by_simulation(model, one)
-            needed = _CUT_GAIN if one.micro_batch_size != best.micro_batch_size else _GAIN
-            fits = found.fits or not prediction.fits
-            if fits and found.tokens_per_second > needed * prediction.tokens_per_second:
-                best, prediction = one, found
+        for group in _groups(model, best, limits):
+            tried: list[tuple[Choice, Prediction]] = []
+            for changes in group:
+                one = replace(best, **changes)  # type: ignore[arg-type]
+                m = model.job.samples(one.dp) // one.micro_batch_size
+                actions += 2 * min(m, 8 * one.pp) * one.num_stages
+                if actions > _ACTIONS:
+                    return best, prediction
+                found = predict_by_simulation(model, one)
+                if found.fits or not prediction.fits:
+                    tried.append((one, found))
+            fastest = max((found.tokens_per_second for _, found in tried), default=0.0)
+            if fastest > _GAIN * prediction.tokens_per_second:
+                best, prediction = next(pair for pair in tried if pair[1].tokens_per_second > fastest / _SAME)
         if best == before:
             break
     return best, prediction
 
 
-def _changes(model: CostModel, choice: Choice, limits: Limits) -> Iterator[dict[str, object]]:
-    """What can be changed about a choice, one means at a time; those of the schedule together, as each needs memory."""
+def _groups(model: CostModel, choice: Choice, limits: Limits) -> Iterator[list[dict[str, object]]]:
+    """Changes of a choice, those of one means together (those of the schedule share memory); the plainest first."""
     pipeline, tied = choice.pp > 1, model.job.profile.tied_parameters > 0
     if pipeline and tied and limits.embedding == "auto" and choice.schedule in EMBEDDING_SCHEDULES:
-        yield {"embedding_on_last": not choice.embedding_on_last}
+        yield [{"embedding_on_last": not choice.embedding_on_last}]
     if pipeline and choice.schedule == "1f1b":
         slow = len(choice.order) > 1
         aheads = (limits.run_ahead,) if limits.run_ahead is not None else _AHEAD if slow else (choice.run_ahead,)
         put_off = (limits.defer_weights,) if limits.defer_weights is not None else (False, True)
-        for ahead in aheads:
-            for defer in put_off:
-                if not (defer and choice.recompute):  # each weight would recompute its block
-                    yield {"run_ahead": ahead, "defer_weights": defer}
+        # Of a block that is recomputed, each weight would compute it once more.
+        pairs = [(ahead, defer) for ahead in aheads for defer in put_off if not (defer and choice.recompute)]
+        yield [{"run_ahead": ahead, "defer_weights": defer} for ahead, defer in pairs]
     if choice.dp > 1 and limits.sharding is None:
-        yield {"sharding": "none" if choice.sharding == "optimizer" else "optimizer"}
+        yield [{"sharding": "none" if choice.sharding == "optimizer" else "optimizer"}]
     # Where the data loader does not decide the batch, the search itself tries all sizes.
     open_cut = model.job.replica_batch and limits.micro_batch_size is None and limits.num_microbatches is None
     if pipeline and open_cut and limits.recut is not False and choice.schedule == "1f1b":
         batch = model.job.samples(choice.dp)
-        for size in range(1, batch + 1):
-            if batch % size == 0 and _FEWEST_ROUNDS <= batch / size / choice.pp <= _MOST_ROUNDS:
-                yield {"micro_batch_size": size}
+        sizes = [size for size in range(batch, 0, -1) if batch % size == 0]
+        sizes = [size for size in sizes if _FEWEST_ROUNDS <= batch / size / choice.pp <= _MOST_ROUNDS]
+        yield [{"micro_batch_size": size} for size in sizes]

@@ -170,7 +170,8 @@ def _measurements(
     decided = config.layers_per_stage is not None or config.split_points is not None or config.rank_order is not None
     degrees = None not in (config.pp, config.dp, config.tp) or (config.pp == topology.world_size)
     split = plan.layout.pp > 1 and config.partition != "equal" and not config.cluster_speeds
-    open_ = not decided and (split or (not degrees and profile is not None))
+    shared = plan.layout.dp > 1 and config.sharding == "auto"
+    open_ = not decided and (split or (profile is not None and (shared or not degrees)))
     if config.probe == "off" or config.plan is not None or len(machines) < 2 or not open_:
         return None, ""
     seq = profile.seq if profile is not None else hint.seq or 256
