@@ -16,7 +16,16 @@ from holmes_core.config import V_SCHEDULES, ZERO_BUBBLE
 from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes, heap_factor
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
-from holmes_core.plan.cost_values import COMPUTE_EFFICIENCY, RUNTIME_BYTES, Choice, Job, Prediction, StageCosts
+from holmes_core.plan.cost_values import (
+    COMPUTE_EFFICIENCY,
+    RUNTIME_BYTES,
+    SHOWN,
+    SHOWN_ON_CPU,
+    Choice,
+    Job,
+    Prediction,
+    StageCosts,
+)
 from holmes_core.plan.hardware import Measured
 from holmes_core.plan.one_f_one_b import embedding_lead
 
@@ -183,6 +192,7 @@ class CostModel:
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-job.samples(dp) // x)),
             covering=tuple(self._covering(choice, rank, backward) for rank in range(pp)),
+            shown=SHOWN_ON_CPU if job.device_type == "cpu" else SHOWN,
         )
 
     def empty_costs(self, choice: Choice) -> StageCosts:
