@@ -275,7 +275,8 @@ def draw(times: Times, settings: Sequence[str], path: Path) -> None:
             x = group + (place - (len(systems) - 1) / 2) * width
             axes.bar(x, min(found[0], top), width * 0.92, color=f"C{place}", label=system)
             axes.text(x, min(found[0], top), f"{found[0]:.1f}", ha="center", va="bottom", fontsize=7)
-    axes.set_xticks(range(len(settings)), [TITLES[s].replace(", Eth", "\nEth").replace(", at", "\nat") for s in settings], fontsize=8)
+    titles = [TITLES[s].replace(", Eth", "\nEth").replace(", at", "\nat") for s in settings]
+    axes.set_xticks(range(len(settings)), titles, fontsize=8)
     axes.set_ylabel("seconds per step (bars are cut at the top)")
     axes.set_ylim(0, top * 1.1)
     handles, labels = axes.get_legend_handles_labels()
