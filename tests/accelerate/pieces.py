@@ -31,9 +31,9 @@ def prepare(accelerator: Any = None, *, lr: float = 0.1, rows: int = 8, batch: i
     return accelerator, *accelerator.prepare(model, optimizer, loader)
 
 
-def what_is_known_of_a_step(context: Context) -> dict[str, Any]:
+def what_is_known_of_a_step(context: Context) -> str:
     accelerator, *_ = prepare(dataloader_config=DataLoaderConfiguration(split_batches=True))
-    return {"batch": accelerator._batch, "replicas": accelerator.num_processes}
+    return " ".join(accelerator._mode.engine.plan.reasons)
 
 
 def error_of(function: Any) -> str:

@@ -124,7 +124,7 @@ def test_batches_are_equal_on_all_ranks_of_a_replica(farm: Farm) -> None:
 
 def test_the_batch_of_a_step_is_known_to_predictions(farm: Farm) -> None:
     for found in on_ranks(farm, "what_is_known_of_a_step", {"pp": 2, "dp": 2}):
-        assert found == {"batch": 2, "replicas": 2}  # 4 rows, split over the replicas
+        assert "a replica's batch: 2 samples of" in found  # 4 rows, split over the replicas
 
 
 def test_batch_sizes_of_loaders() -> None:

@@ -210,6 +210,8 @@ class Watchdog:
 
     # ---- commands of the rank ------------------------------------------------------------------------------------
     def _read_commands(self) -> None:
+        if self.commands_closed:  # the rank's end and that of its commands can come from one call of select
+            return
         with suppress(BlockingIOError):
             while data := os.read(self.commands, 65536):
                 self._buffer += data
