@@ -46,6 +46,7 @@ def make_strategy_class(namespace: str) -> type[Any]:
             run_ahead: int | None = None,
             wire_dtype: str | None = None,
             defer_weights: bool | None = None,
+            taper: bool | None = None,
             overlap: bool | None = None,
             virtual_stages: int | None = None,
             layers_per_stage: list[int] | str | None = None,

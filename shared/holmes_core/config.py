@@ -114,6 +114,11 @@ class HolmesConfig(Value):
     the end of a batch (as ZB-H1); costs the activations of as many micro-batches. The numbers stay the same. Decided by
     prediction where the job measures, else false."""
 
+    taper: bool | None = None
+    """Whether 1f1b cuts one micro-batch of each batch in two, one half for its beginning and one for its end, where
+    ranks wait for the first to arrive and for the last to return. Sums stay the same; dropout draws other numbers, as
+    with another number of micro-batches. Decided by prediction where the job measures, else false."""
+
     overlap: bool = True
     """Whether gradients are summed over replicas while the last backward of a step still runs."""
 
@@ -224,7 +229,7 @@ class HolmesConfig(Value):
             limit = self.memory_limit
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
                 _refuse("memory_limit", limit, "a number of GiB, or 0")
-        for name in ("recompute", "defer_weights"):
+        for name in ("recompute", "defer_weights", "taper"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
                 _refuse(name, value, "true or false")
         put("schedule", normalize_schedule(self.schedule))

@@ -307,6 +307,16 @@ FAST = (
         uneven=True,
     ),
     Case(
+        name="pp2_dp2_tapered",
+        description="half a micro-batch at both ends, weights' gradients put off; few samples now and then",
+        config=_config(pp=2, dp=2, taper=True, defer_weights=True, num_microbatches=3),
+        model="gpt2",
+        tied=True,
+        accumulate=2,
+        clip=0.5,
+        **CHANGING,
+    ),
+    Case(
         name="pp2_tp2_two_clusters",
         description="each tensor-parallel rank sends its share of the activation (odd sizes, too)",
         config=_config(

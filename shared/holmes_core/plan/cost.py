@@ -15,7 +15,7 @@ from itertools import accumulate, pairwise
 from holmes_core.config import V_SCHEDULES, ZERO_BUBBLE
 from holmes_core.plan.cost_memory import PRECISIONS, ParameterBytes, heap_factor
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge, Network, Place
-from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
+from holmes_core.plan.cost_schedule import SPLIT_BACKWARD, in_flight, pipeline_seconds
 from holmes_core.plan.cost_values import (
     COMPUTE_EFFICIENCY,
     RUNTIME_BYTES,
@@ -283,12 +283,9 @@ class CostModel:
         return INSIDE_RANK if same else self.network.edge(a, b, width)
 
     def _covering(self, choice: Choice, rank: int, backward: Sequence[float]) -> float:
-        """Seconds of the backward pass under which the last gradients travel: that of the rank's first stage.
-
-        Split passes tell of their gradients only when the whole stage is done.
-        """
+        """Seconds of the backward pass, or its weights' part, of the first stage: the last gradients travel under it."""
         whole = choice.schedule not in ZERO_BUBBLE and not (choice.split and rank)
-        return backward[choice.stages_of(rank)[0]] if whole else 0.0
+        return backward[choice.stages_of(rank)[0]] * (1.0 if whole else SPLIT_BACKWARD[1])
 
     def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float, float]:
         """Seconds to put a stage's gradients together, to sum them, to hand out parameters; bytes between hosts."""

@@ -78,6 +78,7 @@ class Choice(Value):
         sharding: ``optimizer`` (each parameter is stepped by one replica, which hands it out) or ``none``.
         run_ahead: Micro-batches that 1F1B runs further ahead at each edge between clusters.
         defer_weights: Whether 1F1B puts off the weights' part of its first and last backward passes.
+        taper: Whether one micro-batch of 1F1B is cut in two, for both ends of the step.
     """
 
     tp: int
@@ -93,6 +94,7 @@ class Choice(Value):
     sharding: str = "optimizer"
     run_ahead: int = 0
     defer_weights: bool = False
+    taper: bool = False
 
     @property
     def pp(self) -> int:
@@ -137,6 +139,11 @@ class Choice(Value):
         """Whether weights' parts are put off."""
         return self.defer_weights and self.schedule == "1f1b" and self.pp > 1
 
+    @property
+    def tapered(self) -> bool:
+        """Whether there is half a micro-batch at each end of a step."""
+        return self.taper and self.schedule == "1f1b" and self.pp > 1 and self.micro_batch_size > 1
+
     def further(self) -> tuple[int, ...]:
         """Return, per pp rank, how many more forward passes than in plain 1F1B come before its first backward."""
         ahead = self.ahead() or (0,) * self.pp
@@ -158,7 +165,7 @@ class Choice(Value):
         deferred = ", deferred weights" if self.split else ""
         return (
             f"pp {self.pp} x dp {self.dp} x tp {self.tp}, {self.schedule}{virtual}, "
-            f"micro-batch {self.micro_batch_size}{ahead}{deferred}{recompute}"
+            f"micro-batch {self.micro_batch_size}{' (half at both ends)' * self.tapered}{ahead}{deferred}{recompute}"
         )
 
 

@@ -214,6 +214,7 @@ def _limits(config: HolmesConfig, topology: Topology, step: Step) -> Limits:
         sharding=None if config.sharding == "auto" else config.sharding,
         run_ahead=config.run_ahead,
         defer_weights=config.defer_weights,
+        taper=config.taper,
         recut=None if step.batch is not None else False,
         last=None if v_schedule else zero,
         first=zero if v_schedule else None,
@@ -256,6 +257,7 @@ def _usual(
         sharding=layout.sharding,
         run_ahead=layout.run_ahead,
         defer_weights=layout.defer_weights,
+        taper=layout.taper,
     )
     found = _with_blocks(model, config, choice, probe)
     if found.prediction.fits or fixed.recompute is not None or config.schedule in ZERO_BUBBLE or config.defer_weights:
@@ -314,6 +316,8 @@ def _means(rule: Choice, choice: Choice, config: HolmesConfig) -> list[str]:
         found.append(f"run_ahead: {choice.run_ahead}")
     if choice.split != rule.split:
         found.append(f"defer_weights: {str(choice.split).lower()}")
+    if choice.tapered != rule.tapered:
+        found.append(f"taper: {str(choice.tapered).lower()}")
     if choice.sharding != rule.sharding:
         found.append(f"sharding: {choice.sharding}")
     if config.embedding == "auto" and choice.pp == rule.pp and choice.embedding_on_last != rule.embedding_on_last:
@@ -327,7 +331,7 @@ def _filled(config: HolmesConfig, chosen: Candidate, rule: Candidate, probe: Pro
     choice = chosen.choice
     changes: dict[str, object] = {"sharding": choice.sharding}
     if choice.pp > 1 and choice.schedule == "1f1b":
-        changes.update(run_ahead=choice.run_ahead, defer_weights=choice.defer_weights)
+        changes.update(run_ahead=choice.run_ahead, defer_weights=choice.defer_weights, taper=choice.taper)
     if choice.pp > 1 and config.embedding == "auto" and choice.schedule in EMBEDDING_SCHEDULES:
         changes.update(embedding="last" if choice.embedding_on_last else "first")
     if _degrees(choice) != _degrees(rule.choice):

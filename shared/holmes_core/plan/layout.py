@@ -51,6 +51,7 @@ class Layout(Value):
             tied weight then lives on one rank and its gradient crosses no network; embedded micro-batches do instead.
         run_ahead: Micro-batches that 1F1B runs ahead at each edge between clusters.
         defer_weights: Whether 1F1B puts off weights' gradients at both ends of a step.
+        taper: Whether 1F1B has half a micro-batch at each end of a step.
         sharding: ``optimizer`` (replicas share its work and states) or ``none``.
     """
 
@@ -64,6 +65,7 @@ class Layout(Value):
     embedding_on_last: bool = False
     run_ahead: int = 0
     defer_weights: bool = False
+    taper: bool = False
     sharding: str = "optimizer"
 
     def __post_init__(self) -> None:
@@ -155,6 +157,7 @@ def choose_layout(topology: Topology, config: HolmesConfig, model: ModelFacts) -
         embedding_on_last=_embedding_on_last(topology, config, model, pp),
         run_ahead=config.run_ahead or 0,
         defer_weights=bool(config.defer_weights),
+        taper=bool(config.taper) and config.schedule == "1f1b" and pp > 1,
         sharding="none" if config.sharding == "none" else "optimizer",
     )
     if config.layers_per_stage is None and config.split_points is None and layout.block_stages > model.num_blocks:

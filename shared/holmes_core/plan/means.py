@@ -2,8 +2,8 @@
 """Choose, by prediction, among the means that hide what a layout still waits for; none of them changes a number.
 
 Where the embedding runs, how far 1F1B runs ahead of slow edges, whether weights' gradients are put off, whether
-replicas share the optimizer, how many micro-batches there are. Each is looked at with the others as they are, until
-none gains: they depend on each other little.
+replicas share the optimizer, how many micro-batches there are and whether those at the ends are smaller. Each is looked
+at with the others as they are, until none gains: they depend on each other little.
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ def _groups(model: CostModel, choice: Choice, limits: Limits) -> Iterator[list[d
         # Of a block that is recomputed, each weight would compute it once more.
         pairs = [(ahead, defer) for ahead in aheads for defer in put_off if not (defer and choice.recompute)]
         yield [{"run_ahead": ahead, "defer_weights": defer} for ahead, defer in pairs]
+    if pipeline and choice.schedule == "1f1b" and limits.taper is None and limits.recut is not False:
+        yield [{"taper": not choice.taper}]
     if choice.dp > 1 and limits.sharding is None:
         yield [{"sharding": "none" if choice.sharding == "optimizer" else "optimizer"}]
     # Where the data loader does not decide the batch, the search itself tries all sizes.

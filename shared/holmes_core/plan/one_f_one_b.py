@@ -46,16 +46,18 @@ def one_f_one_b(num_stages: int, num_microbatches: int, ahead: Sequence[int] = (
 
 
 def one_per_rank(
-    pp: int, num_microbatches: int, ahead: Sequence[int] = (), *, split: bool = False
+    pp: int, num_microbatches: int, ahead: Sequence[int] = (), *, split: bool = False, tapered: bool = False
 ) -> list[list[Action]]:
     """1F1B with one stage per rank; with `split` its weights' parts are deferred (`defer_weights`)."""
     if not split:
         return one_f_one_b(pp, num_microbatches, ahead)
     further = [pp - 1 - rank + (ahead[rank] if ahead else 0) for rank in range(pp)]
-    return defer_weights(one_f_one_b(pp, num_microbatches, further), num_microbatches)
+    return defer_weights(one_f_one_b(pp, num_microbatches, further), num_microbatches, tapered=tapered)
 
 
-def defer_weights(orders: Sequence[Sequence[Action]], num_microbatches: int) -> list[list[Action]]:
+def defer_weights(
+    orders: Sequence[Sequence[Action]], num_microbatches: int, *, tapered: bool = False
+) -> list[list[Action]]:
     """Do the weights' part of some backward passes of 1F1B later, so that other ranks start and end earlier.
 
     The idea of ZB-H1 (Qi et al. 2023, section 2.1), which splits every backward into the gradient of the input, for
@@ -67,6 +69,7 @@ def defer_weights(orders: Sequence[Sequence[Action]], num_microbatches: int) -> 
     Args:
         orders: 1F1B, one stage per rank.
         num_microbatches: Micro-batches of the batch.
+        tapered: Whether the first and the last are half as large: one more of the last is then split.
 
     Returns:
         The new order. With all times equal and enough micro-batches, (pp - 1) x (F + B - W) of each step is idle.
@@ -78,7 +81,7 @@ def defer_weights(orders: Sequence[Sequence[Action]], num_microbatches: int) -> 
         done: list[Action] = []
         for place, action in enumerate(actions):
             stage, kind, i = action
-            if kind == "B" and rank and (i < rank or i >= num_microbatches - (len(orders) - rank)):
+            if kind == "B" and rank and (i < rank or i >= num_microbatches - (len(orders) - rank) - tapered):
                 done.append(Action(stage, "I", i))
                 later.append(Action(stage, "W", i))
             else:
@@ -95,7 +98,7 @@ def embedding_lead(pp: int, ahead: Sequence[int] = (), *, split: bool = False) -
 
 
 def embedding_on_last(
-    pp: int, num_microbatches: int, ahead: Sequence[int] = (), *, split: bool = False
+    pp: int, num_microbatches: int, ahead: Sequence[int] = (), *, split: bool = False, tapered: bool = False
 ) -> list[list[Action]]:
     """1F1B whose stage 0 is the embedding alone, on the last rank; blocks are stages 1 to `pp`, one per rank.
 
@@ -107,11 +110,12 @@ def embedding_on_last(
         num_microbatches: Micro-batches of the batch.
         ahead: As for `one_f_one_b`, by pipeline rank.
         split: Whether to `defer_weights` of the blocks.
+        tapered: See there.
 
     Returns:
         Action lists, by pipeline rank.
     """
-    blocks = one_per_rank(pp, num_microbatches, ahead, split=split)
+    blocks = one_per_rank(pp, num_microbatches, ahead, split=split, tapered=tapered)
     orders = [[Action(rank + 1, kind, i) for _, kind, i in actions] for rank, actions in enumerate(blocks)]
     lead = embedding_lead(pp, ahead, split=split)
     merged = [Action(0, "F", i) for i in range(min(lead, num_microbatches))]

@@ -23,7 +23,8 @@ __all__ = ["check_followed", "check_topology", "config_of_plan", "differences", 
 
 _FROM_PLAN = (
     "pp", "dp", "tp", "schedule", "virtual_stages", "num_microbatches", "micro_batch_size", "layers_per_stage",
-    "split_points", "embedding", "recompute", "run_ahead", "defer_weights", "sharding", "clusters",
+    "split_points", "embedding", "recompute", "run_ahead", "defer_weights", "taper", "sharding",
+    "clusters",
 )  # fmt: skip
 
 
@@ -98,6 +99,7 @@ def _settings(plan: Plan) -> dict[str, object]:
         "recompute": plan.recompute or None,
         "run_ahead": layout.run_ahead,
         "defer_weights": layout.defer_weights,
+        "taper": layout.taper,
         "sharding": layout.sharding,
         "clusters": tuple(_spec(plan, index) for index in range(len(plan.topology.clusters))),
     }

@@ -320,7 +320,7 @@ def _key(choice: Choice) -> tuple[object, ...]:
 def _fitting(model: CostModel, limits: Limits, order: tuple[int, ...]) -> str:
     """Say which layout fits the memory and keeps most of what was fixed; of those the fastest. Empty: none does."""
     names = ("pp", "dp", "tp", "schedule", "virtual_stages", "micro_batch_size", "recompute", "sharding", "run_ahead",
-             "defer_weights")  # fmt: skip
+             "defer_weights", "taper")  # fmt: skip
     fixed = {name: value for name in names if (value := getattr(limits, name)) is not None}
     free = replace(limits, **dict.fromkeys(fixed))  # type: ignore[arg-type]
     found = [one for one in candidates(model, free, [order]) if one.prediction.fits]

@@ -165,6 +165,7 @@ def config_of(specs: tuple[ClusterSpec, ...], best: Candidate) -> HolmesConfig:
         sharding=choice.sharding,
         run_ahead=choice.run_ahead if choice.ahead() else None,
         defer_weights=True if choice.split else None,
+        taper=True if choice.tapered else None,
         clusters=tuple(specs[index] for index in choice.order),
     )
 
@@ -208,6 +209,7 @@ def _yaml(config: HolmesConfig, job: Job, result: SearchResult) -> str:
     lines += [f"sharding: {choice.sharding}"] if choice.dp > 1 else []
     if choice.pp > 1 and choice.schedule == "1f1b":
         lines += [f"run_ahead: {choice.run_ahead}", f"defer_weights: {str(choice.defer_weights).lower()}"]
+        lines.append(f"taper: {str(choice.tapered).lower()}")
     lines.append(f"layers_per_stage: {list(choice.layers_per_stage)}")
     lines.append("clusters:  # in pipeline order")
     for spec in config.clusters:

@@ -40,6 +40,7 @@ class Limits(Value):
         sharding: ``optimizer`` or ``none``.
         run_ahead: Micro-batches that 1F1B runs ahead at each edge between clusters.
         defer_weights: Whether 1F1B puts off weights' gradients at both ends of a step.
+        taper: Whether 1F1B has half a micro-batch at each end of a step.
         recut: False keeps the rule's number of micro-batches where the data loader decides the batch (which may be a
             guess); otherwise others are tried.
         partition: ``auto`` (the slowest stage as fast as possible), ``equal`` or ``paper`` (proportional to speed).
@@ -59,6 +60,7 @@ class Limits(Value):
     sharding: str | None = None
     run_ahead: int | None = None
     defer_weights: bool | None = None
+    taper: bool | None = None
     recut: bool | None = None
     partition: str = "auto"
     embedding: str = "auto"
@@ -88,6 +90,7 @@ def choices_of(job: Job, limits: Limits, order: tuple[int, ...]) -> Iterator[Cho
                 sharding=limits.sharding or "optimizer",
                 run_ahead=limits.run_ahead or 0,
                 defer_weights=bool(limits.defer_weights),
+                taper=bool(limits.taper),
             )
             if job.replica_batch:
                 yield from _as_a_job_runs_it(job, limits, plain)

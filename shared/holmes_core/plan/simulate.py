@@ -9,7 +9,7 @@ the same port. All replicas do the same at the same time: one of them is simulat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from typing import NamedTuple
 
@@ -78,13 +78,13 @@ def simulate(model: CostModel, choice: Choice, orders: Sequence[Sequence[Action]
         ConfigError: The orders are not complete.
         HolmesError: The orders wait for each other for ever.
     """
-    costs = model.stage_costs(choice)
-    m = costs.num_microbatches
+    costs, ends = _costs_of(model, choice)
+    m = costs.num_microbatches + choice.tapered
     if orders is None:
         orders = _orders_of(choice, m)
     else:
         check_orders(orders, schedule=choice.schedule, pp=choice.pp, num_stages=choice.num_stages, m=m)
-    run = _Run(costs, choice, orders)
+    run = _Run(costs, choice, orders, ends=ends)
     run.run()
     pipeline = max(run.ends)
     tail, gradient = _end_of_step(costs, run.ends, model.job.overlap)
@@ -99,20 +99,32 @@ def predict_by_simulation(model: CostModel, choice: Choice) -> Prediction:
     A schedule settles into a period after a few rounds of pp micro-batches. With more than 8 rounds, 3 and 5 are
     simulated, and what the two between them take is what each two of the rest take.
     """
-    costs = model.stage_costs(choice)
+    costs, small = _costs_of(model, choice)
     m, pp = costs.num_microbatches, choice.pp
     if choice.schedule in ("gpipe", "looped_bfs") or m <= 8 * pp:
         return simulate(model, choice).prediction
     per_round = m // (m // pp)
     runs = []
     for count in (3 * per_round, 5 * per_round):
-        run = _Run(costs, choice, _orders_of(choice, count), record=False)
+        orders = _orders_of(choice, count + choice.tapered)
+        run = _Run(costs, choice, orders, record=False, ends=small)
         run.run()
         runs.append(run)
     pace = (max(runs[1].ends) - max(runs[0].ends)) / (2 * per_round)
     ends = [end + (m - 5 * per_round) * pace for end in runs[1].ends]
     _, gradient = _end_of_step(costs, ends, model.job.overlap)
     return model.assemble(choice, costs, max(ends), runs[1].memory(), gradient)
+
+
+def _costs_of(model: CostModel, choice: Choice) -> tuple[StageCosts, tuple[StageCosts, ...]]:
+    """Return what a choice costs, and its first and last micro-batch where they are smaller."""
+    costs = model.stage_costs(choice)
+    if not choice.tapered:
+        return costs, ()
+    first = choice.micro_batch_size // 2
+    sizes = (first, choice.micro_batch_size - first)
+    ends = tuple(model.stage_costs(replace(choice, micro_batch_size=size)) for size in sizes)
+    return replace(costs, covering=ends[-1].covering), ends
 
 
 def _orders_of(choice: Choice, num_microbatches: int) -> list[list[Action]]:
@@ -123,6 +135,7 @@ def _orders_of(choice: Choice, num_microbatches: int) -> list[list[Action]]:
         num_microbatches=num_microbatches,
         ahead=choice.ahead(),
         split=choice.split,
+        tapered=choice.tapered,
     )
 
 
@@ -150,11 +163,40 @@ def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float | None
     return events, done - max(ends) - max(costs.optimizer_seconds)
 
 
+class _Pace:
+    """How long a micro-batch takes, and what it occupies."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        stages = range(len(costs.forward))
+        self.seconds = {
+            "F": costs.forward,
+            "B": costs.backward,
+            "I": tuple(costs.input_seconds(stage) for stage in stages),
+            "W": tuple(costs.weight_seconds(stage) for stage in stages),
+        }
+        self.send_seconds = [costs.send_seconds(edge) for edge in range(len(costs.edges))]
+        self.activation_bytes, self.sent = costs.activation_bytes, costs.sent
+
+
 class _Run:
-    """The state of one simulation. Time only moves forward: events come off one heap."""
+    """The state of one simulation. Time only moves forward: events come off one heap.
+
+    Args:
+        costs: Of the choice.
+        choice: The layout.
+        orders: Each pp rank's actions.
+        record: Whether to keep events and transfers.
+        ends: Costs of the first and the last micro-batch, where they differ.
+    """
 
     def __init__(
-        self, costs: StageCosts, choice: Choice, orders: Sequence[Sequence[Action]], *, record: bool = True
+        self,
+        costs: StageCosts,
+        choice: Choice,
+        orders: Sequence[Sequence[Action]],
+        *,
+        record: bool = True,
+        ends: Sequence[StageCosts] = (),
     ) -> None:
         self._costs, self._orders = costs, orders
         self._next = [0] * len(orders)
@@ -168,13 +210,9 @@ class _Run:
         self._record = record
         self._lead = embedding_lead(choice.pp, choice.ahead(), split=choice.split)
         self._micro_batches = 1 + max((action.micro_batch for order in orders for action in order), default=-1)
-        self._seconds = {
-            "F": costs.forward,
-            "B": costs.backward,
-            "I": tuple(costs.input_seconds(stage) for stage in range(choice.num_stages)),
-            "W": tuple(costs.weight_seconds(stage) for stage in range(choice.num_stages)),
-        }
-        self._send_seconds = [costs.send_seconds(edge) for edge in range(len(costs.edges))]
+        self._paces = [_Pace(costs)] * self._micro_batches
+        for place, end in zip((0, -1), ends, strict=False):
+            self._paces[place] = _Pace(end)
         self._held = [0] * len(orders)
         self._peak = [0] * len(orders)
         self.ends = [0.0] * len(orders)
@@ -228,9 +266,10 @@ class _Run:
                 self._waiting[key] = rank
                 return
         self._next[rank] += 1
-        seconds = self._seconds[kind][stage]
+        pace = self._paces[micro_batch]
+        seconds = pace.seconds[kind][stage]
         if kind == "F":
-            self._held[rank] += self._costs.activation_bytes[stage]
+            self._held[rank] += pace.activation_bytes[stage]
             self._peak[rank] = max(self._peak[rank], self._held[rank])
         if self._record:
             self.events.append(Event(rank, kind, stage, micro_batch, now, now + seconds))
@@ -239,7 +278,7 @@ class _Run:
     def _finish(self, rank: int, action: Action, now: float) -> None:
         stage, kind, micro_batch = action
         if kind in "BW":
-            self._held[rank] -= self._costs.activation_bytes[stage]
+            self._held[rank] -= self._paces[micro_batch].activation_bytes[stage]
         if kind == "F" and stage < self._last:
             self._send(stage, stage, stage + 1, "F", micro_batch, now)
         if kind in "BI" and stage > 0:
@@ -261,7 +300,7 @@ class _Run:
         last = len(self._orders) - 1
         port = (edge.source if kind == "F" else edge.target) or "embedded"
         start = max(now, self._port_free.get(port, 0.0))
-        end = start + self._costs.sent / edge.bandwidth
+        end = start + self._paces[micro_batch].sent / edge.bandwidth
         self._port_free[port] = end
         if self._record:
             ways = (last, 0) if kind == "F" else (0, last)
@@ -278,7 +317,7 @@ class _Run:
             return
         port = (edge.source if kind == "F" else edge.target) or f"{sender} {receiver}"
         start = max(now, self._port_free.get(port, 0.0))
-        end = start + self._send_seconds[index]
+        end = start + self._paces[micro_batch].send_seconds[index]
         self._port_free[port] = end
         if self._record:
             self.transfers.append(

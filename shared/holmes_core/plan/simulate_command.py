@@ -104,6 +104,7 @@ def choice_of_config(config: HolmesConfig, model: CostModel, limits: Limits) -> 
         sharding=limits.sharding or ("none" if config.sharding == "none" else "optimizer"),
         run_ahead=config.run_ahead or 0,
         defer_weights=bool(config.defer_weights),
+        taper=bool(config.taper),
     )
     layers = config.layers_per_stage or split_blocks(model, choice, limits.partition)
     if layers is None or len(layers) != choice.num_stages or sum(layers) != len(job.profile.blocks):

@@ -27,6 +27,7 @@ def make_orders(
     num_microbatches: int,
     ahead: Sequence[int] = (),
     split: bool = False,
+    tapered: bool = False,
 ) -> list[list[Action]]:
     """Return each pp rank's actions.
 
@@ -37,6 +38,7 @@ def make_orders(
         num_microbatches: Micro-batches per step.
         ahead: Per pp rank, forwards that 1F1B runs further ahead.
         split: Whether 1F1B puts off weights' parts.
+        tapered: Whether its first and last micro-batch are smaller.
 
     Returns:
         Action lists, by pp rank.
@@ -47,7 +49,7 @@ def make_orders(
     if schedule in ("gpipe", "looped_bfs"):
         return [_all_forward_first(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]
     if schedule == "1f1b":
-        return one_per_rank(pp, num_microbatches, ahead, split=split)
+        return one_per_rank(pp, num_microbatches, ahead, split=split, tapered=tapered)
     if schedule in ("interleaved_1f1b", "interleaved_zb"):
         make = _interleaved if schedule == "interleaved_1f1b" else _interleaved_zero_bubble
         return [make(rank, pp, virtual_stages, num_microbatches) for rank in range(pp)]

@@ -95,6 +95,8 @@ def sum_over(
         _unflatten_into(flat, [p.grad for p in same if p.grad is not None])
 
 
+#: Bytes from which a parameter travels by itself when it is handed out.
+_LARGE = 2**18
 #: A bucket is complete at this size; smaller for small models, so that there are about 8 of them.
 BUCKET_BYTES = 25 * 2**20
 
@@ -156,9 +158,10 @@ class DataParallel:
         self._kept = False
         self._expecting: Mapping[nn.Parameter, int] | None = None
         self._completing: int | None = None
+        self._overlap = overlap
         if overlap:
             for param in self._bucket_of:
-                param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+                param.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank steps the parameter and answers for it (rank 0 does where nothing is sharded)."""
@@ -183,14 +186,15 @@ class DataParallel:
         if self._expecting is None:
             return
         done, self._completing = self._completing, stage
-        if done is not None and stage is None:  # gradients no hook told of: unused parameters, zero-bubble schedules
+        if done is not None and stage is None:  # gradients nobody told of: unused parameters
             for param, at in self._expecting.items():
                 if at == done and param in self._bucket_of:
                     self._bucket_of[param].missing.discard(param)
             self._launch_complete()
 
-    def _accumulated(self, param: nn.Parameter) -> None:
-        if self._completing is None or self._expecting is None:
+    def accumulated(self, param: nn.Parameter) -> None:
+        """A backward pass has added to a parameter's gradient (told by autograd, or by a split backward)."""
+        if self._completing is None or self._expecting is None or not self._overlap:
             return
         if self._expecting.get(param) == self._completing:
             self._bucket_of[param].missing.discard(param)
@@ -291,14 +295,22 @@ class DataParallel:
         if self.size == 1 or not self.shard_optimizer:
             return
         works: list[tuple[Any, Tensor, list[nn.Parameter], int]] = []
+
+        def hand_out(flat: Tensor, params: list[nn.Parameter], owner: int) -> None:
+            if owner == self.rank:
+                self._count(self._group, flat)
+            works.append((dist.broadcast(flat, group=self._group, group_src=owner, async_op=True), flat, params, owner))
+
         with torch.no_grad():
-            for owner in range(self.size):
-                for same in _by_dtype([p for p in self._params if self.owner[p] == owner]):
-                    flat = _flatten([p.detach() for p in same])
-                    if owner == self.rank:
-                        self._count(self._group, flat)
-                    work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
-                    works.append((work, flat, same, owner))
+            small: dict[int, list[nn.Parameter]] = {owner: [] for owner in range(self.size)}
+            for param in self._params:  # large ones as they lie there: a copy at both ends takes as long as the way
+                if param.numel() * param.element_size() >= _LARGE and param.is_contiguous():
+                    hand_out(param.data, [], self.owner[param])
+                else:
+                    small[self.owner[param]].append(param)
+            for owner, params in small.items():
+                for same in _by_dtype(params):
+                    hand_out(_flatten([p.data for p in same]), same, owner)
             for work, flat, same, owner in works:
                 work.wait()
                 if owner != self.rank:

@@ -238,6 +238,7 @@ class Engine:
         )
         stage.on_backward = partial(self._backward_context, window.stage)
         stage.completing = self.gradients.data_parallel.completing
+        stage.accumulated = self.gradients.data_parallel.accumulated
         return stage
 
     def _wire(self, peer: int) -> Wire:
@@ -264,7 +265,8 @@ class Engine:
             n = size
         if n == 1:
             return [batch]
-        return [microbatch.slice_batch(batch, rows, size) for rows in microbatch.split_sizes(size, n)]
+        slices = microbatch.split_sizes(size, n, taper=self.plan.layout.taper)
+        return [microbatch.slice_batch(batch, rows, size) for rows in slices]
 
     def train(
         self,
@@ -394,6 +396,7 @@ class Engine:
                             self.stages_of_rank,
                             self._ahead(),
                             split=self.plan.layout.defer_weights,
+                            tapered=self.plan.layout.taper,
                         )
                     run_schedule(self._schedules[n], early=all(stage.knows_shapes for stage in self.stages))
                 else:

@@ -8,6 +8,7 @@ comparing the loss of two micro-batches with the loss of both together.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -86,12 +87,12 @@ class LossRule:
         size = microbatch.batch_size_of(batch)
         if size < 2:
             return [], False
-        slices = microbatch.split_sizes(size, max(2, len(batches)))
         if len(batches) < 2:
-            batches = [microbatch.slice_batch(batch, rows, size) for rows in slices]
+            batches = [microbatch.slice_batch(batch, rows, size) for rows in microbatch.split_sizes(size, 2)]
+        ends = [0, *itertools.accumulate(microbatch.batch_size_of(part) for part in batches)]
         counts = microbatch.count(batches, "shifted_tokens")
-        pair = max(range(len(slices) - 1), key=lambda i: abs(float(counts[i] - counts[i + 1])))
-        both = microbatch.slice_batch(batch, slice(slices[pair].start, slices[pair + 1].stop), size)
+        pair = max(range(len(batches) - 1), key=lambda i: abs(float(counts[i] - counts[i + 1])))
+        both = microbatch.slice_batch(batch, slice(ends[pair], ends[pair + 2]), size)
         probes = [batches[pair], batches[pair + 1], both]
         shares = {rule: self._share(probes, rule) for rule in _RULES[:3]}
         has_tokens = microbatch.count(probes[2:], "tokens").item() != microbatch.count(probes[2:], "samples").item()

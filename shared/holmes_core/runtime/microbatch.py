@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -61,16 +62,21 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def split_sizes(batch_size: int, parts: int) -> list[slice]:
-    """Return `parts` slices over `batch_size` rows, the larger ones first, none empty."""
+def split_sizes(batch_size: int, parts: int, *, taper: bool = False) -> list[slice]:
+    """Return `parts` slices over `batch_size` rows, the larger ones first, none empty.
+
+    Args:
+        batch_size: Rows.
+        parts: Slices; fewer where there are fewer rows.
+        taper: Whether one of them is cut in two, for the beginning and the end. Single rows are not.
+    """
     parts = max(1, min(parts, batch_size))
     base, extra = divmod(batch_size, parts)
-    slices, start = [], 0
-    for index in range(parts):
-        stop = start + base + (index < extra)
-        slices.append(slice(start, stop))
-        start = stop
-    return slices
+    sizes = [base + (index < extra) for index in range(parts)]
+    if taper and parts > 1 and base > 1:
+        sizes = [base // 2, *sizes[:-1], base - base // 2]
+    ends = [0, *itertools.accumulate(sizes)]
+    return [slice(start, stop) for start, stop in itertools.pairwise(ends)]
 
 
 def slice_batch(batch: Any, rows: slice, batch_size: int) -> Any:

@@ -105,6 +105,7 @@ def build_schedule(
     ahead: Sequence[int] = (),
     *,
     split: bool = False,
+    tapered: bool = False,
 ) -> Any:
     """Build the schedule object for a number of micro-batches.
 
@@ -115,6 +116,7 @@ def build_schedule(
         stages_of_rank: Pipeline rank to its stages.
         ahead: See `one_f_one_b`; other schedules have an order of their own.
         split: Whether 1F1B is to `defer_weights`.
+        tapered: Whether its first and last micro-batch are smaller.
 
     Returns:
         An object of torch's schedule runtime; `run_schedule` runs it.
@@ -123,10 +125,10 @@ def build_schedule(
     if name == "gpipe" or not _fits(name, num_stages, pp, num_microbatches):
         return _FromOrder(stages, num_microbatches, gpipe_order(stages_of_rank, num_microbatches))
     if name == "1f1b" and num_stages == pp + 1:
-        orders = embedding_on_last(pp, num_microbatches, ahead, split=split)
+        orders = embedding_on_last(pp, num_microbatches, ahead, split=split, tapered=tapered)
         return _FromOrder(stages, num_microbatches, torch_actions(orders))
     if name == "1f1b":
-        orders = one_per_rank(pp, num_microbatches, ahead, split=split)
+        orders = one_per_rank(pp, num_microbatches, ahead, split=split, tapered=tapered)
         return _FromOrder(stages, num_microbatches, torch_actions(orders))
     base = get_schedule_class(_TORCH_NAME[name])
     cls = type(base.__name__, (_OurStages, base), {})

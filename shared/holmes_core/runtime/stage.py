@@ -21,7 +21,12 @@ from torch.distributed.pipelining import PipelineStage
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.boundary import Boundary
 from holmes_core.runtime.intercept import Window
-from holmes_core.runtime.torch_compat import stage_backward, stage_backward_input, stage_backward_weight
+from holmes_core.runtime.torch_compat import (
+    accumulator_of,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from holmes_core.runtime.wire import WHOLE, Wire
 
 __all__ = ["Edge", "HolmesStage", "StageBody"]
@@ -108,6 +113,8 @@ class HolmesStage(PipelineStage):
         self.on_backward: Callable[[], Any] | None = None
         #: Told this stage's index when its last backward begins, and None when its gradients are complete.
         self.completing: Callable[[int | None], None] = lambda stage: None
+        #: Told a parameter whose gradient a split backward has added to (autograd's own hooks tell of the others).
+        self.accumulated: Callable[[nn.Parameter], None] = lambda param: None
         self.trace: list[tuple[int, str, int]] | None = None
         self._keys: list[Any] = []
         self._in_known: dict[Any, Boundary] = {}
@@ -308,15 +315,26 @@ class HolmesStage(PipelineStage):
         """Compute the gradients of the parameters that `backward_one_chunk` left for later."""
         if self.trace is not None:
             self.trace.append((self.stage_index, "W", bwd_chunk_id))
+        if last_backward:
+            self.completing(self.stage_index)
         kind, work, grads, inputs = self._weight_work.pop(bwd_chunk_id)
         if kind == "full":
             self._full_backward(bwd_chunk_id, work, grads, inputs)
         elif kind == "weight":
             with self._recompute():
-                stage_backward_weight(self.body.parameters(), work)
+                self._weights_backward(work)
         if last_backward:
-            self.completing(self.stage_index)
             self.completing(None)
+
+    def _weights_backward(self, groups: list[dict[str, Any]]) -> None:
+        """Add the gradients that are left, the last parameters' first: in that order they travel to other replicas."""
+        params = list(self.body.parameters())
+        place = {accumulator_of(param): index for index, param in enumerate(params)}
+        for group in sorted(groups, key=lambda one: -max(place[node] for node in one["params"])):
+            mine = [params[place[node]] for node in group["params"]]
+            stage_backward_weight(iter(mine), [group])
+            for param in mine:
+                self.accumulated(param)
 
     def _recompute(self) -> Any:
         assert self.on_backward is not None

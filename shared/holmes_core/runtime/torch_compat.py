@@ -10,7 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as _schedules
-from torch.distributed.pipelining._backward import stage_backward, stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc as accumulator_of,
+)
+from torch.distributed.pipelining._backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
 from torch.distributed.pipelining.schedules import (
     _Action as Action,
 )
@@ -32,6 +39,7 @@ __all__ = [
     "Action",
     "ComputationType",
     "PipelineScheduleRuntime",
+    "accumulator_of",
     "get_schedule_class",
     "stage_backward",
     "stage_backward_input",

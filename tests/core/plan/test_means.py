@@ -83,12 +83,30 @@ def test_micro_batches_are_cut_smaller_where_ranks_wait() -> None:
     assert choose_means(model, coarse, Limits(micro_batch_size=32))[0].micro_batch_size == 32
 
 
+def test_smaller_micro_batches_at_the_ends_shorten_the_wait_for_the_first() -> None:
+    model = _two(2000.0, batch=256)
+    plain = replace(choice(model.job, dp=2), micro_batch_size=32, sharding="none")
+    fixed = Limits(run_ahead=0, defer_weights=False, sharding="none", micro_batch_size=32)
+    found, prediction = choose_means(model, plain, fixed)
+    assert found == replace(plain, taper=True)
+    before = predict_by_simulation(model, plain)
+    one = before.pipeline_seconds / 5  # four micro-batches, and one for filling and draining
+    assert 0.25 * one < before.pipeline_seconds - prediction.pipeline_seconds < 0.5 * one
+    put_off = [predict_by_simulation(model, replace(plain, defer_weights=True, taper=taper)) for taper in (False, True)]
+    assert put_off[1].pipeline_seconds < put_off[0].pipeline_seconds - 0.1 * one
+    assert choose_means(model, plain, replace(fixed, taper=False))[0] == plain
+    single = replace(plain, micro_batch_size=1)
+    assert not replace(single, taper=True).tapered
+    same = predict_by_simulation(model, replace(single, taper=True))
+    assert same == predict_by_simulation(model, single)
+
+
 @pytest.mark.parametrize("rate", [20.0, 2000.0])
 def test_a_search_ends_with_them(rate: float) -> None:
     work = _two(rate).job
     limits = Limits(pp=2, dp=2, tp=1, schedule="1f1b")
     free = search(work, limits).best
-    without = search(work, replace(limits, run_ahead=0, defer_weights=False, sharding="optimizer")).best
+    without = search(work, replace(limits, run_ahead=0, defer_weights=False, taper=False, sharding="optimizer")).best
     assert free.choice.run_ahead or free.choice.defer_weights
     assert free.prediction.step_seconds < without.prediction.step_seconds
 
@@ -99,8 +117,8 @@ def test_several_means_are_put_together() -> None:
     work = replace(_two(50.0).job, profile=tied, batch=0, replica_batch=32)
     plain = replace(choice(work, dp=2), micro_batch_size=16)
     found, prediction = choose_means(CostModel(work), plain, Limits())
-    changed = [name for name in ("embedding_on_last", "defer_weights", "sharding", "micro_batch_size", "run_ahead")
-               if getattr(found, name) != getattr(plain, name)]  # fmt: skip
+    means = ("embedding_on_last", "defer_weights", "sharding", "micro_batch_size", "run_ahead", "taper")
+    changed = [name for name in means if getattr(found, name) != getattr(plain, name)]
     assert len(changed) >= 3, changed
     for name in changed:  # none of them is there for nothing
         without = predict_by_simulation(CostModel(work), replace(found, **{name: getattr(plain, name)}))

@@ -35,6 +35,20 @@ def test_split_sizes(rows: int, parts: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+@given(st.integers(1, 60), st.integers(1, 80))
+def test_tapered_sizes(rows: int, parts: int) -> None:
+    even = [s.stop - s.start for s in split_sizes(rows, parts)]
+    slices = split_sizes(rows, parts, taper=True)
+    assert [i for s in slices for i in range(s.start, s.stop)] == list(range(rows))
+    sizes = [s.stop - s.start for s in slices]
+    if len(even) == 1 or even[-1] == 1:  # nothing to cut in two
+        assert sizes == even
+    else:
+        assert sizes[1:-1] == even[:-1]
+        assert sizes[0] + sizes[-1] == even[-1]
+        assert 0 <= sizes[-1] - sizes[0] <= 1
+
+
 def test_every_container() -> None:
     x = torch.arange(12).reshape(4, 3)
     batch = {
