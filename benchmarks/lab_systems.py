@@ -10,6 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+#: Under Holmes, after each step so far: seconds this rank computed, bytes it sent to other clusters, and those of them
+#: that are sums of gradients or parameters.
+NOTES: list[tuple[float, int, int]] = []
 LENGTH, VOCAB, LAYERS, WIDTH, HEADS = 128, 4096, 11, 448, 7
 RANKS = 4
 
@@ -42,6 +45,26 @@ def optimizer(params: Any) -> Any:
     return torch.optim.AdamW(params, lr=1e-4)
 
 
+def note(engine: Any) -> None:
+    """Write down what a step of Holmes took; nothing for others.
+
+    Args:
+        engine: Holmes' engine, or None.
+    """
+    from holmes_core.runtime.watchdog import Watchdog
+
+    if engine is None or (watch := Watchdog.running()) is None:
+        return
+    compute = watch.pulse.times(watch.pulse.values())[3]
+    topology, axes = engine.plan.topology, {group.name: group.axis for group in engine.plan.groups}
+    across = [
+        (axes.get(name, "shared"), sent)
+        for name, ranks, sent in engine.groups.traffic.rows()
+        if len({topology.cluster_index(rank) for rank in ranks}) > 1
+    ]
+    NOTES.append((compute, sum(n for _, n in across), sum(n for axis, n in across if axis == "dp")))
+
+
 def lightning(strategy: Any, *, batch: int, steps: int, shard: Callable[[Any, Any], None] | None = None) -> list[float]:
     """Train with Lightning.
 
@@ -72,6 +95,7 @@ def lightning(strategy: Any, *, batch: int, steps: int, shard: Callable[[Any, An
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.clock.append(time.perf_counter())
+            note(getattr(self.trainer.strategy, "_engine", None))
 
     loader = torch.utils.data.DataLoader(rows(batch * RANKS * (steps + 1)), batch_size=batch)
     trainer = L.Trainer(
@@ -99,6 +123,7 @@ def accelerate(*, batch: int, steps: int, **options: Any) -> list[float]:
         optim.step()
         optim.zero_grad()
         clock.append(time.perf_counter())
+        note(getattr(vars(network).get("_holmes_call_mode"), "engine", None))
         if len(clock) == steps:
             break
     return clock

@@ -11,7 +11,8 @@ fabric's rate; `three8` are clusters of two, one and one; `ethernet8` has no fab
 in a lab of its own; the median over steps of all repetitions counts, the first steps of a run do not. Of each system
 the best of its variants counts; all are printed. Peers use one network for all ranks, as they do: the one that all
 hosts share. "Busiest rank computes" is the time it spends in blocks, head and loss (Holmes counts it): the limit that
-the same layout would reach if nothing else took time, as long as no link has more to do than that.
+the same layout would reach if nothing else took time, as long as no link has more to do than that. Bytes between
+clusters are payload that Holmes counts where it hands tensors to a process group.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def _holmes(label: str, replicas: int, kind: str = "holmes", system: str = "Holm
 
 
 PP2: dict[str, Any] = {"pp": 2, "layers_per_stage": [6, 5]}
-BEST: dict[str, Any] = {**PP2, "num_microbatches": 8, "defer_weights": True}
+BEST: dict[str, Any] = {**PP2, "num_microbatches": 8, "defer_weights": True, "taper": True}
 #: Pipeline ranks of "planned" in each setting; what else there is to decide, the job decides.
 PLANNED = {"homogeneous": 1, "three8": 4, "ethernet8": 4}
 VARIANTS = {
@@ -75,8 +76,9 @@ VARIANTS = {
         "as the job plans itself", 2, kind="holmes_accelerate", system="Holmes (Accelerate)", probe="auto",
         print_plan=True,
     ),
-    "holmes": _holmes("pp 2 x dp 2, 8 micro-batches, deferred weights", 2, **BEST),
+    "holmes": _holmes("pp 2 x dp 2, 8 micro-batches, deferred weights, taper", 2, **BEST),
     "holmes16": _holmes("the same, 16 micro-batches", 2, **{**BEST, "num_microbatches": 16}),
+    "even": _holmes("without taper", 2, **{**BEST, "taper": False}),
     "plain": _holmes("without deferred weights", 2, **{**BEST, "defer_weights": False}),
     "first": _holmes("with the embedding on the first rank", 2, **BEST, embedding="first"),
     "late": _holmes("gradients summed after the backward", 2, **BEST, overlap=False),
@@ -130,81 +132,135 @@ def spec_of(setting: str) -> dict[str, Any]:
     return {"clusters": [{"name": n, "kind": k, "hosts": h} for n, (k, h) in kinds.items()], **rates}
 
 
-def measure(setting: str, name: str, *, batch: int, steps: int) -> tuple[list[float], float] | str:
-    """Run one variant in a fresh lab.
+@dataclass(kw_only=True)
+class Times:
+    """What was measured of one variant in one setting.
+
+    Args:
+        seconds: Of each step that counts, of all runs.
+        computes: Of each run of Holmes: seconds per step that its busiest rank computes.
+        across: Of each run of Holmes: bytes per step between clusters, and those of them that are sums of gradients.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    computes: list[float] = field(default_factory=list)
+    across: list[tuple[float, float]] = field(default_factory=list)
+
+    def add(self, other: Times) -> None:
+        """Add another run."""
+        self.seconds += other.seconds
+        self.computes += other.computes
+        self.across += other.across
+
+    @property
+    def median(self) -> float:
+        """Seconds per step."""
+        return statistics.median(self.seconds)
+
+
+def run(setting: str, name: str, command: Callable[[int], list[str]], folder: Path) -> tuple[int, list[str]]:
+    """Run ranks of a variant in a fresh lab.
+
+    Args:
+        setting: The lab.
+        name: The variant.
+        command: What a rank runs, by the number of replicas.
+        folder: For the configuration.
 
     Returns:
-        Seconds of each step, and seconds per step that the busiest rank computes (0: not known); or why there are none.
+        The exit status, and what was printed.
     """
     from holmes_core.lab.job import run_job
     from holmes_core.lab.session import Lab
     from holmes_core.lab.spec_file import parse_spec
 
     variant = VARIANTS[name]
+    env = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    given = variant.config
+    replicas = variant.options.get("replicas", 4)
+    if name.startswith("planned"):
+        pp = PLANNED.get(setting, 2)
+        given, replicas = {**given, "pp": pp}, 4 // pp
+    if variant.config:
+        config = folder / "holmes.yaml"
+        config.write_text(json.dumps({"print_plan": False, "timeout": 120, **given}))
+        env["HOLMES_CONFIG"] = str(config)
+    else:  # what a user has to type where names do not resolve; Holmes needs none
+        env["GLOO_SOCKET_IFNAME"] = "rdma0" if setting == "homogeneous" else "eth0"
+    lines: list[str] = []
+    lab = Lab.up(parse_spec(spec_of(setting)), name="bench-")
+    try:
+        done = run_job(lab, command(replicas), torchrun=True, env=env, timeout=900, write=lines.append)
+    finally:
+        lab.down()
+    return done.returncode, lines
+
+
+def measure(setting: str, name: str, *, batch: int, steps: int) -> Times | str:
+    """Run one variant in a fresh lab.
+
+    Returns:
+        What was measured; or why nothing was.
+    """
     with tempfile.TemporaryDirectory(prefix="holmes-bench-") as folder:
-        env = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        given = variant.config
-        replicas = variant.options.get("replicas", 4)
-        if name.startswith("planned"):
-            pp = PLANNED.get(setting, 2)
-            given, replicas = {**given, "pp": pp}, 4 // pp
-        if variant.config:
-            config = Path(folder) / "holmes.yaml"
-            config.write_text(json.dumps({"print_plan": False, "timeout": 120, **given}))
-            env["HOLMES_CONFIG"] = str(config)
-        else:  # what a user has to type where names do not resolve; Holmes needs none
-            env["GLOO_SOCKET_IFNAME"] = "rdma0" if setting == "homogeneous" else "eth0"
-        lines: list[str] = []
         out = Path(folder) / "times.json"
         words = [sys.executable, __file__, "--be", name, "--batch", str(batch), "--steps", str(steps)]
-        words += ["--replicas", str(replicas)]
-        lab = Lab.up(parse_spec(spec_of(setting)), name="bench-")
-        try:
-            done = run_job(lab, [*words, "--out", str(out)], torchrun=True, env=env, timeout=900, write=lines.append)
-        finally:
-            lab.down()
-        if done.returncode or not out.exists():
+        words += ["--out", str(out), "--replicas"]
+        status, lines = run(setting, name, lambda replicas: [*words, str(replicas)], Path(folder))
+        if status or not out.exists():
             causes = [line for line in lines if "Error" in line] or lines or ["no output"]
             return causes[-1].strip()[:200]
         for line in lines:
             if any(word in line for word in ("by what was measured", "measured in", "predicted:")):
                 print(f"    {line.partition('| ')[2].strip()}", flush=True)
-        busiest = max((float(file.read_text()) for file in out.parent.glob("busy.*")), default=0.0)
-        return list(json.loads(out.read_text())), busiest
+        found = Times(seconds=json.loads(out.read_text()))
+        if notes := [json.loads(file.read_text()) for file in out.parent.glob("notes.*")]:
+            compute, across, sums = (list(column) for column in zip(*notes, strict=True))
+            found.computes, found.across = [max(compute)], [(sum(across), sum(sums))]
+        return found
 
 
 def be(name: str, *, batch: int, steps: int, replicas: int, out: str) -> None:
     """Be one rank; rank 0 writes seconds per step."""
     import lab_systems
 
-    from holmes_core.runtime.watchdog import Watchdog
-
     variant = VARIANTS[name]
     options = {**variant.options, "replicas": replicas}
     clock = lab_systems.train(variant.kind, options, batch=batch, steps=steps + WARM_UP)
-    if (watch := Watchdog.running()) is not None:
-        batches, _, _, compute, _, _ = watch.pulse.times(watch.pulse.values())
-        Path(out).with_name(f"busy.{os.environ['RANK']}").write_text(str(compute / batches))
+    if notes := lab_systems.NOTES:
+        per_step = [(end - start) / steps for start, end in zip(notes[WARM_UP - 1], notes[-1], strict=True)]
+        Path(out).with_name(f"notes.{os.environ['RANK']}").write_text(json.dumps(per_step))
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(list(lab_systems.step_seconds(clock, WARM_UP))))
 
 
-Times = dict[tuple[str, str], list[float]]
-Busy = dict[tuple[str, str], list[float]]  # of each run
+Results = dict[tuple[str, str], Times]  # by setting and variant
 
 
-def best_of(times: Times, setting: str) -> dict[str, tuple[float, str]]:
+def best_of(results: Results, setting: str) -> dict[str, tuple[float, str]]:
     """Return each system's best variant in a setting: median seconds per step, and its name."""
     found: dict[str, tuple[float, str]] = {}
-    for (where, name), seconds in times.items():
+    for (where, name), times in results.items():
         if where == setting:
-            middle, system = statistics.median(seconds), VARIANTS[name].system
+            middle, system = times.median, VARIANTS[name].system
             found[system] = min(found.get(system, (middle, name)), (middle, name))
     return found
 
 
+def bound(setting: str, batch: int) -> int:
+    """Return the bytes that clusters must exchange per step: activations and their gradients, in float32.
+
+    Once per border between clusters; and once more between the last and the first, for the tied embedding: embedded
+    micro-batches, or its gradients and values (which with these sizes are as much).
+    """
+    from lab_systems import LENGTH, WIDTH
+
+    clusters = len(spec_of(setting)["clusters"])
+    return 0 if clusters == 1 else 2 * clusters * batch * LENGTH * WIDTH * 4
+
+
 def page(
-    times: Times, busy: Busy, failures: dict[tuple[str, str], str], settings: Sequence[str], words: str, batch: int
+    results: Results, failures: dict[tuple[str, str], str], settings: Sequence[str], words: str, batch: int
 ) -> str:
     """Return the result page."""
     from lab_systems import LENGTH
@@ -225,9 +281,9 @@ def page(
         "| setting | system | best variant | s/step | tokens/s | against Holmes | Holmes against one fabric |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    base = best_of(times, "homogeneous").get("Holmes")
+    base = best_of(results, "homogeneous").get("Holmes")
     for setting in settings:
-        found = best_of(times, setting)
+        found = best_of(results, setting)
         ours = found.get("Holmes")
         for system, (seconds, name) in sorted(found.items(), key=lambda item: item[1]):
             against = f"{seconds / ours[0]:.2f} x" if ours else "-"
@@ -240,36 +296,40 @@ def page(
         "",
         "## Every variant",
         "",
-        "| setting | system | variant | s/step | quartiles | steps | busiest rank computes |",
+        "| setting | system | variant | s/step | quartiles | steps | busiest rank computes | MB between clusters |",
     ]
-    lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
-    for (setting, name), seconds_of in sorted(times.items(), key=lambda item: list(TITLES).index(item[0][0])):
-        computes = statistics.median(busy.get((setting, name)) or [0.0])
-        part = f"{computes:.2f} s, {computes / statistics.median(seconds_of):.0%}" if computes else "-"
-        low, middle, high = statistics.quantiles(seconds_of, n=4) if len(seconds_of) > 1 else seconds_of * 3
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for (setting, name), times in sorted(results.items(), key=lambda item: list(TITLES).index(item[0][0])):
+        computes = statistics.median(times.computes or [0.0])
+        part = f"{computes:.2f} s, {computes / times.median:.0%}" if computes else "-"
+        low, middle, high = statistics.quantiles(times.seconds, n=4) if len(times.seconds) > 1 else times.seconds * 3
+        sent = "-"
+        if times.across and (least := bound(setting, batch)):
+            total, sums = (statistics.median(column) for column in zip(*times.across, strict=True))
+            sent = f"{total / 1e6:.1f} ({total / least:.2f} of the bound; sums of gradients {sums / 1e6:.1f})"
         lines.append(
             f"| {TITLES[setting]} | {VARIANTS[name].system} | {VARIANTS[name].label} | {middle:.2f} | "
-            f"{low:.2f} - {high:.2f} | {len(seconds_of)} | {part} |"
+            f"{low:.2f} - {high:.2f} | {len(times.seconds)} | {part} | {sent} |"
         )
-    lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | {why} | 0 | - |" for (s, n), why in
-              failures.items()]  # fmt: skip
+    lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | {why} | 0 | - | - |" for (s, n), why
+              in failures.items()]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
-def draw(times: Times, settings: Sequence[str], path: Path) -> None:
+def draw(results: Results, settings: Sequence[str], path: Path) -> None:
     """Draw seconds per step: a group of bars per setting, a bar per system."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    systems = list(dict.fromkeys(VARIANTS[name].system for _, name in times))
+    systems = list(dict.fromkeys(VARIANTS[name].system for _, name in results))
     figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
     width = 0.8 / len(systems)
-    top = 4 * max(best_of(times, s).get("Holmes", (1.0, ""))[0] for s in settings)
+    top = 4 * max(best_of(results, s).get("Holmes", (1.0, ""))[0] for s in settings)
     for place, system in enumerate(systems):
         for group, setting in enumerate(settings):
-            found = best_of(times, setting).get(system)
+            found = best_of(results, setting).get(system)
             if found is None:
                 continue
             x = group + (place - (len(systems) - 1) / 2) * width
@@ -301,13 +361,12 @@ def main() -> None:
     if args.be:
         be(args.be, batch=args.batch, steps=args.steps, replicas=args.replicas, out=args.out)
         return
-    times: Times = {}
-    busy: Busy = {}
+    results: Results = {}
     failures: dict[tuple[str, str], str] = {}
     saved = Path(args.out).with_suffix(".json") if args.out else None
     if args.add and saved is not None and saved.exists():
-        for setting, name, seconds, computes in json.loads(saved.read_text()):
-            times[setting, name], busy[setting, name] = seconds, computes
+        for setting, name, times in json.loads(saved.read_text()):
+            results[setting, name] = Times(**times)
     for repeat in range(args.repeats):
         for setting in args.settings:
             for name in args.systems:
@@ -316,19 +375,18 @@ def main() -> None:
                     failures[setting, name] = found
                     print(f"{repeat + 1}/{args.repeats} {setting} {name}: {found}", flush=True)
                     continue
-                seconds, computes = found
-                times.setdefault((setting, name), []).extend(seconds)
-                busy.setdefault((setting, name), []).extend([computes] if computes else [])
-                print(f"{repeat + 1}/{args.repeats} {setting} {name}: {statistics.median(seconds):.2f} s", flush=True)
-    settings = [s for s in TITLES if any(where == s for where, _ in times)]
+                results.setdefault((setting, name), Times()).add(found)
+                print(f"{repeat + 1}/{args.repeats} {setting} {name}: {found.median:.2f} s", flush=True)
+                if saved is not None:  # hours of work: kept from the first run on
+                    saved.write_text(json.dumps([[*key, asdict(one)] for key, one in results.items()], indent=1) + "\n")
+    settings = [s for s in TITLES if any(where == s for where, _ in results)]
     words = f"--settings {' '.join(args.settings)} --systems {' '.join(args.systems)}"
     words += f" --repeats {args.repeats} --steps {args.steps} --batch {args.batch}"
-    text = page(times, busy, failures, settings, words, args.batch)
+    text = page(results, failures, settings, words, args.batch)
     print(text)
-    if args.out and saved is not None:
+    if args.out:
         Path(args.out).write_text(text)
-        saved.write_text(json.dumps([[*key, times[key], busy[key]] for key in times], indent=1) + "\n")
-        draw(times, settings, Path(args.out).with_suffix(".png"))
+        draw(results, settings, Path(args.out).with_suffix(".png"))
 
 
 if __name__ == "__main__":

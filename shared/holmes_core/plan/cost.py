@@ -283,7 +283,7 @@ class CostModel:
         return INSIDE_RANK if same else self.network.edge(a, b, width)
 
     def _covering(self, choice: Choice, rank: int, backward: Sequence[float]) -> float:
-        """Seconds of the backward pass, or its weights' part, of the first stage: the last gradients travel under it."""
+        """Seconds under which the last gradients travel: the first stage's backward pass, or its weights' part."""
         whole = choice.schedule not in ZERO_BUBBLE and not (choice.split and rank)
         return backward[choice.stages_of(rank)[0]] * (1.0 if whole else SPLIT_BACKWARD[1])
 

@@ -70,13 +70,14 @@ def write_perfetto(simulation: Simulation, path: str, *, title: str = "") -> Non
     Path(path).write_text(json.dumps(data), encoding="utf-8")
 
 
-def write_png(simulation: Simulation, path: str, *, title: str = "") -> None:
+def write_png(simulation: Simulation, path: str, *, title: str = "", how: str = "predicted") -> None:
     """Draw the step: one row per pipeline rank, with a thin row below it for what it sends.
 
     Args:
         simulation: The step.
         path: File to write; its ending decides the format.
         title: Stands above the picture.
+        how: The times were found.
 
     Raises:
         HolmesError: matplotlib is not installed.
@@ -117,7 +118,7 @@ def write_png(simulation: Simulation, path: str, *, title: str = "") -> None:
     axes.set_xlim(0, longest * scale)
     axes.set_ylim(ranks - 0.45, -0.55)
     axes.set_yticks(range(ranks), [f"rank {rank}" for rank in range(ranks)])
-    axes.set_xlabel(f"{unit} (predicted)")
+    axes.set_xlabel(f"{unit} ({how})")
     axes.set_title(title, fontsize=11)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
