@@ -307,6 +307,12 @@ FAST = (
         uneven=True,
     ),
     Case(
+        name="pp4_tapered",
+        description="smaller micro-batches at both ends of four stages, one replica, weights' gradients put off",
+        config=_config(pp=4, taper=True, defer_weights=True, num_microbatches=4),
+        tied=True,
+    ),
+    Case(
         name="pp2_dp2_tapered",
         description="half a micro-batch at both ends, weights' gradients put off; few samples now and then",
         config=_config(pp=2, dp=2, taper=True, defer_weights=True, num_microbatches=3),

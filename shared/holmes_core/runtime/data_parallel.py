@@ -196,8 +196,9 @@ class DataParallel:
         """A backward pass has added to a parameter's gradient (told by autograd, or by a split backward)."""
         if self._completing is None or self._expecting is None or not self._overlap:
             return
-        if self._expecting.get(param) == self._completing:
-            self._bucket_of[param].missing.discard(param)
+        bucket = self._bucket_of.get(param)  # none where there is one replica
+        if bucket is not None and self._expecting.get(param) == self._completing:
+            bucket.missing.discard(param)
             self._launch_complete()
 
     def _launch_complete(self) -> None:

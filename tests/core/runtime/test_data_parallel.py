@@ -77,3 +77,35 @@ def test_gradients_that_were_put_aside_keep_their_values(tmp_path: Path) -> None
         assert aside.tolist() == [11.0] * 3
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_split_backward_tells_makes_buckets_leave_in_order(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        params = [torch.nn.Parameter(torch.ones(2**18)) for _ in range(3)]
+        for overlap, expected in ((True, [0, 1, 1, 3]), (False, [0, 0, 0, 0])):
+            one = DataParallel(params, owner=None, group=dist.group.WORLD, count=lambda *_: None, overlap=overlap)
+            one.expect(dict.fromkeys(params, 1), keep=False)
+            one.completing(1)
+            one.accumulated(params[0])  # one replica: nothing to sum, nothing to do
+            one.completing(None)
+            one.discard()
+            one._buckets = _make_buckets(params, lambda _: None)
+            one._bucket_of = {p: b for b in one._buckets for part in b.parts.values() for p in part}
+            for param in params:
+                param.grad = torch.ones_like(param)
+            one.expect(dict.fromkeys(params, 1), keep=False)
+            launched = []
+            one.accumulated(params[2])  # not the last backward yet
+            launched.append(one._launched)
+            one.completing(1)
+            for index in (2, 0, 1):
+                one.accumulated(params[index])
+                launched.append(one._launched)
+            assert launched == expected
+            one.completing(None)
+            assert one._launched == 3
+            one.reduce_gradients()
+            assert [float(p.grad[0]) for p in params] == [1.0, 1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
