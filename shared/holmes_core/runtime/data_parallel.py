@@ -304,11 +304,14 @@ class DataParallel:
 
         with torch.no_grad():
             small: dict[int, list[nn.Parameter]] = {owner: [] for owner in range(self.size)}
-            for param in self._params:  # large ones as they lie there: a copy at both ends takes as long as the way
-                if param.numel() * param.element_size() >= _LARGE and param.is_contiguous():
-                    hand_out(param.data, [], self.owner[param])
+            for param in self._params:
+                data, owner = param.data, self.owner[param]
+                if data.nbytes < _LARGE:
+                    small[owner].append(param)
+                elif data.is_contiguous():  # as it lies there: copies at both ends take as long as the way
+                    hand_out(data, [], owner)
                 else:
-                    small[self.owner[param]].append(param)
+                    hand_out(_flatten([data]), [param], owner)
             for owner, params in small.items():
                 for same in _by_dtype(params):
                     hand_out(_flatten([p.data for p in same]), same, owner)
