@@ -299,7 +299,7 @@ class CostModel:
         measured = self.job.hardware.clusters[place.cluster].measured
         copied = 0.0 if measured is None else self._slow(place, measured) * measured.copied
         gradients, weights = parameters * self.bytes.gradients, parameters * self.bytes.weights * self.job.trainable
-        # Into flat buffers; gloo's owners add up what they receive. Parameters go into sockets and out of them elsewhere.
+        # Into flat buffers; gloo's owners add up what they receive. Parameters go into sockets and out of them.
         shared = choice.sharding != "none"
         before = copied * gradients * (1 + (dp - 1) / dp * (self.bytes.gloo and shared))
         after = copied * weights * (1 + (dp - 1) / dp) if shared else 0.0
