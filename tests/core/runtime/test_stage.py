@@ -4,10 +4,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from holmes_core.plan.layout import Layout
+from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.stage import HolmesStage
+from holmes_core.runtime.torch_compat import stage_backward_input
 from tests.core.runtime import pipeline_models as models
 from tests.models.pipeline import Outcome, Workers
 
@@ -60,3 +67,28 @@ def test_activations_in_eight_bits_between_clusters(two: Workers) -> None:
     apart = two.run(models.steps, "Gpt", {**config, "clusters": clusters}, SHAPES, "token_loss").check()
     assert 1e-6 < max(rank["loss"] for rank in apart) < 1e-2
     _exact(two.run(models.steps, "Gpt", config, SHAPES, "token_loss"))
+
+
+def test_a_split_backward_tells_of_each_parameter_the_last_first() -> None:
+    torch.manual_seed(0)
+    body = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    x = torch.randn(2, 4, requires_grad=True)
+    body(x).square().sum().backward()
+    expected = [p.grad.clone() for p in body.parameters()]
+    body.zero_grad()
+    told: list[nn.Parameter] = []
+    stage = SimpleNamespace(body=body, accumulated=told.append)
+    _, groups = stage_backward_input([body(x).square().sum()], None, [x], body.parameters())
+    assert all(p.grad is None for p in body.parameters())
+    HolmesStage._weights_backward(stage, groups)
+    for param, grad in zip(body.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad, grad)
+    layers = [next(i for i, layer in enumerate(body) if any(p is param for p in layer.parameters())) for param in told]
+    assert layers == [2, 2, 1, 1, 0, 0]
+
+
+def test_a_tapered_batch_is_cut_smaller_at_its_ends() -> None:
+    for taper, expected in ((True, [1, 2, 2, 2, 1]), (False, [2, 2, 2, 2])):
+        layout = Layout(tp=1, dp=1, stages_per_cluster=(2,), num_microbatches=4, taper=taper)
+        engine = SimpleNamespace(plan=SimpleNamespace(layout=layout))
+        assert [len(part) for part in Engine.cut(engine, torch.arange(8))] == expected
