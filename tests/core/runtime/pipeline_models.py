@@ -455,6 +455,27 @@ def steps(rank: int, name: str, config: dict[str, Any], shapes: list[tuple[int, 
     return dict(loss=worst, weights=weights, counts=counts)
 
 
+def left_early(rank: int, config: dict[str, Any]) -> tuple[int, int]:
+    """Train a batch; return how many buckets left before the stage's backward had ended, and how many there are."""
+    from tests.models.pipeline import make_engine
+
+    engine = make_engine(build("sequential"), {"check_loss": False, **config})
+    parallel = engine.gradients.data_parallel
+    seen: list[int] = []
+
+    def completing(stage: int | None) -> None:
+        if stage is None:
+            seen.append(parallel._launched)
+        parallel.completing(stage)
+
+    for stage in engine.stages:
+        stage.completing = completing
+    engine.train(lambda part, _: token_loss(engine.root, part), data(rows=8), completes=True)
+    engine.reduce_gradients()
+    engine.release()
+    return seen[-1], len(parallel._buckets)
+
+
 def trimmed_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:
     """Cuts the sequence behind the longest row: the activation's shape depends on values."""
     longest = int((part["labels"] != -100).sum(1).max())

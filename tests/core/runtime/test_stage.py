@@ -69,6 +69,18 @@ def test_activations_in_eight_bits_between_clusters(two: Workers) -> None:
     _exact(two.run(models.steps, "Gpt", config, SHAPES, "token_loss"))
 
 
+@pytest.mark.parametrize("more", [{"defer_weights": True, "taper": True}, {"schedule": "zbv"}, {}])
+def test_gradients_leave_before_a_stage_is_done_split_or_not(more: dict[str, Any]) -> None:
+    workers = Workers(4)
+    try:
+        for left, there in workers.run(models.left_early, {"pp": 2, "dp": 2, "num_microbatches": 4, **more}).check():
+            assert left == there > 0
+        for left, _ in workers.run(models.left_early, {"pp": 2, "dp": 2, "overlap": False, **more}).check():
+            assert left == 0
+    finally:
+        workers.close()
+
+
 def test_a_split_backward_tells_of_each_parameter_the_last_first() -> None:
     torch.manual_seed(0)
     body = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
