@@ -87,7 +87,7 @@ def losses(context: Context) -> dict[str, Any]:
 
 def ahead(context: Context) -> dict[str, Any]:
     """Each habit for a few steps: gradients as they are when the optimizer has stepped, and the buckets that left early
-    by the end of each call."""
+    by the end of each backward."""
     found: dict[str, Any] = {}
     habits = ["plain", "accumulate", "scaled", "zero_first", "zeroed_in_place", "dropped", "changed", "by_hand"]
     for habit in [*habits, "own_loss", "two_forwards"]:
@@ -109,7 +109,6 @@ def ahead(context: Context) -> dict[str, Any]:
                     optimizer.zero_grad()
                     continue
                 loss = model(**batch).loss
-                early.append(parallel._launched)
                 if habit == "scaled":
                     loss = loss * (1.0 + index + accelerator.process_index)
                 if habit == "zero_first":
@@ -117,8 +116,10 @@ def ahead(context: Context) -> dict[str, Any]:
                 if habit == "zeroed_in_place":
                     optimizer.zero_grad(set_to_none=False)
                 if habit == "dropped" and index == 2:
+                    early.append(parallel._launched)
                     continue
                 accelerator.backward(loss)
+                early.append(parallel._launched)
                 if habit == "changed" and index > 1:
                     for param in model.parameters():
                         if param.grad is not None:
@@ -131,6 +132,101 @@ def ahead(context: Context) -> dict[str, Any]:
         found[habit] = {"early": early, "weights": accelerator.get_state_dict(model)}
         accelerator.free_memory()
     return found if context.rank == 0 else {name: run["early"] for name, run in found.items()}
+
+
+def opaque(accelerator: Any) -> float:
+    """A model whose outputs nobody can look into: the largest difference of its gradients to those made by hand."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+        def forward(self, x: torch.Tensor) -> Any:
+            for block in self.blocks:
+                x = block(x).tanh()
+            return lambda: x  # neither a tensor nor a container
+
+    model = Net()
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    alone = Net()
+    alone.load_state_dict(weights)
+    size = accelerator.num_processes
+    rows = torch.randn(size, 6, 4, generator=torch.Generator().manual_seed(5))
+    accelerator.backward(model(rows[accelerator.process_index])().square().mean())
+    optimizer.step()
+    sum(alone(part)().square().mean() / size for part in rows).backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    return max(float((model.state_dict()[k] - v).abs().max()) for k, v in alone.state_dict().items())
+
+
+def whole_calls(context: Context) -> dict[str, Any]:
+    """What a script may do with calls of a model in one piece, and the same by hand: both replicas' rows, one model."""
+    from torch.utils.checkpoint import checkpoint
+
+    from holmes_core.runtime import data_parallel
+
+    data_parallel.BUCKET_BYTES = 1  # each gradient leaves by itself, as early as it can
+    accelerator, model, optimizer, loader = prepare(rows=16)
+    alone = make_model("gpt2", 2)
+    alone.load_state_dict(model.state_dict())
+    alone.train(model.training)
+    plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+    batches = list(DataLoader(Rows(16, 1, True), batch_size=4))  # the first and the third are replica 0's
+    size = accelerator.num_processes
+    own = list(loader)
+    differences: dict[str, float] = {}
+
+    def chain(net: Any, pair: Any) -> Any:
+        """What one call returns goes into the next."""
+        logits = net(**{k: v for k, v in pair[0].items() if k != "labels"}).logits
+        embedded = logits.softmax(-1) @ net.transformer.wte.weight
+        return net(inputs_embeds=embedded, labels=pair[1]["labels"]).loss
+
+    def logits(net: Any, pair: Any) -> Any:
+        output = net(**pair[0])
+        return output.loss + 0.1 * output.logits.square().mean()
+
+    def shared(net: Any, pair: Any) -> Any:
+        """A parameter used twice, and recomputed each time in a backward of its own."""
+        x = net.transformer.wte.weight[:8]
+        for _ in range(2):
+            x = checkpoint(net.transformer.h[0].mlp, x, use_reentrant=True)
+        return net(**pair[0]).loss + x.square().mean()
+
+    def compare(name: str) -> None:
+        whole = accelerator.get_state_dict(model)
+        if context.rank == 0:
+            differences[name] = max(float((whole[k] - v).abs().max()) for k, v in alone.state_dict().items())
+
+    def norm_of_sum(name: str) -> None:
+        """Clipped after each of two backwards, as scripts do that forget `if accelerator.sync_gradients`."""
+        for index in range(2):
+            accelerator.backward(model(**own[index]).loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            for replica in range(size):
+                (alone(**batches[index * size + replica]).loss / size).backward()
+        optimizer.step()
+        plain.step()
+        compare(name)
+
+    for function in (logits, chain, shared, logits):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        accelerator.backward(function(model, own[:2]))
+        for replica in range(size):
+            (function(alone, batches[replica::size][:2]) / size).backward()
+        optimizer.step()
+        plain.step()
+        compare(function.__name__)
+    optimizer.zero_grad()
+    plain.zero_grad()
+    norm_of_sum("norms")
+    output = model(**own[0])
+    accelerator.free_memory()
+    differences["opaque"] = opaque(Accelerator())
+    return {"differences": differences, "logits": list(output.logits.shape), "type": type(output).__name__}
 
 
 def log_probabilities(context: Context) -> dict[str, Any]:

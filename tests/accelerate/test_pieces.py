@@ -46,14 +46,32 @@ def test_gradients_that_leave_during_the_backward(farm: Farm, config: dict[str, 
         for name, value in run["weights"].items():
             torch.testing.assert_close(found[habit]["weights"][name], value, rtol=0, atol=1e-6, msg=f"{habit} {name}")
     early = {habit: [count > 0 for count in run["early"]] for habit, run in found.items()}
-    # The first step shows what a loss is multiplied by; after one wrong guess there is none any more.
-    assert early["plain"] == early["zero_first"] == [False] + [True] * 5
     assert early["accumulate"] == [False, True] * 3
-    assert early["scaled"] == early["zeroed_in_place"] == [False, True] + [False] * 4
-    assert early["by_hand"] == early["changed"] == early["dropped"] == [False, True, True] + [False] * 3
     assert early["own_loss"] == [True] * 6  # nothing to guess
-    assert early["two_forwards"] == [False] * 6  # the backward of one is not all
+    if "pp" in config:
+        # The first step shows what a loss is multiplied by; after one wrong guess there is none any more.
+        assert early["plain"] == early["zero_first"] == [False] + [True] * 5
+        assert early["scaled"] == early["zeroed_in_place"] == [False, True] + [False] * 4
+        assert early["by_hand"] == early["changed"] == early["dropped"] == [False, True, True] + [False] * 3
+        assert early["two_forwards"] == [False] * 6  # the backward of one is not all
+    else:  # a model in one piece: what the backward makes is what leaves
+        for habit in ("plain", "zero_first", "scaled", "zeroed_in_place", "two_forwards"):
+            assert early[habit] == [True] * 6, habit
+        assert early["dropped"] == [True, True, False, True, True, True]
+        assert early["changed"] == [True] * 3 + [False] * 3
+        assert early["by_hand"] == [True] + [False] * 5  # a second backward before the step
     assert all([count > 0 for count in run[habit]] == early[habit] for run in others for habit in early)
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "none"])
+def test_a_model_in_one_piece_is_called_as_in_any_loop(farm: Farm, sharding: str) -> None:
+    """Outputs of one call in the next, losses made of several outputs, norms of unfinished gradients."""
+    found, _ = on_ranks(farm, "whole_calls", {"dp": 2, "sharding": sharding})
+    assert set(found["differences"]) == {"logits", "chain", "shared", "norms", "opaque"}
+    for name, difference in found["differences"].items():
+        assert difference < 2e-6, (name, difference)
+    assert found["type"] == "CausalLMOutputWithCrossAttentions"
+    assert found["logits"][0] == 4
 
 
 def test_a_trainer_that_asks_for_log_probabilities(farm: Farm) -> None:

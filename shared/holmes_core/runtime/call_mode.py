@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call mode: the script calls ``model(**batch)`` itself, and every rank takes part in the call.
 
-In training with labels the call runs the whole schedule, forward and backward, and returns an output whose loss hangs
+A model in one piece is called as in any loop (`call_mode_direct`). Of a model in stages, in training with labels the
+call runs the whole schedule, forward and backward, and returns an output whose loss hangs
 on one autograd.Function; the backward of that loss scales this call's gradients and adds them to ``param.grad``. In
 training without labels the call returns the outputs, on which the script computes a loss of its own, and their
 backward goes back through the stages. In eval mode it is a forward, and every rank of the replica gets the outputs;
@@ -31,6 +32,7 @@ from holmes_core.errors import HolmesError
 from holmes_core.runtime import state
 from holmes_core.runtime.call_mode_ahead import Ahead, OneCall
 from holmes_core.runtime.call_mode_autograd import CallGradients, Loss, Outputs
+from holmes_core.runtime.call_mode_direct import Direct, calls_are_whole
 from holmes_core.runtime.call_mode_graph import OpenForward
 from holmes_core.runtime.call_mode_outputs import LossOutput, broadcast, first_loss, pack, unpack
 from holmes_core.runtime.engine import Engine
@@ -96,6 +98,8 @@ class CallMode:
                 self._new[old] = current[name]
         self.forward = engine.root.forward
         self._names = _positional_names(self.forward)
+        whole = calls_are_whole(engine)
+        self._direct = Direct(engine, self._ahead, guard, self.mark_backward) if whole else None
         self._attach()
 
     def half_precision(self) -> None:
@@ -138,6 +142,8 @@ class CallMode:
         with self._guard():
             if not torch.is_grad_enabled():
                 return self._evaluate(batch)
+            if self._direct is not None:
+                return self._direct(lambda: self._run(batch))
             if not self.engine.root.training:
                 return self._open(batch, whole=True)
             if not batch.get(_OUTPUTS) and self._has_loss(batch):
@@ -271,6 +277,8 @@ class CallMode:
             with self._guard():
                 self._ahead.settle()
                 self.engine.reduce_gradients()
+            if self._direct is not None:
+                self._direct.reduced()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the whole model's gradient by its norm, as ``torch.nn.utils.clip_grad_norm_``. Collective.

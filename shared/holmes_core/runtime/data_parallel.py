@@ -14,6 +14,7 @@ section 3.2.3). All ranks launch the same buckets in the same order, whatever ea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from holmes_core.errors import HolmesError
 from holmes_core.runtime.torch_compat import storage_is_shared
 
 __all__ = ["DataParallel", "assign_owners", "sum_over"]
@@ -95,6 +97,16 @@ def sum_over(
         _unflatten_into(flat, [p.grad for p in same if p.grad is not None])
 
 
+def _grown(param: nn.Parameter) -> HolmesError:
+    return HolmesError(
+        seen=f"a gradient of shape {tuple(param.shape)} grew after its sum over the replicas had begun",
+        where="the last backward of an optimizer step",
+        means="the parameter is used in several parts of the model that are recomputed each in a backward of its own"
+        " (torch.utils.checkpoint with use_reentrant=True)",
+        do="use use_reentrant=False, or set overlap: false (gradients are then summed after the backward)",
+    )
+
+
 #: Bytes from which a parameter travels by itself when it is handed out.
 _LARGE = 2**18
 #: A bucket is complete at this size; smaller for small models, so that there are about 8 of them.
@@ -107,6 +119,7 @@ class _Bucket:
 
     parts: dict[int | None, list[nn.Parameter]]
     missing: set[nn.Parameter] = field(default_factory=set)  # not complete yet in this step
+    left: bool = False  # whether it is under way
     home: Tensor | None = None  # where it is summed in each step, on processors
     works: list[Any] = field(default_factory=list)
     sums: dict[int | None, list[Tensor]] = field(default_factory=dict)  # target: the buffers that add up to its sum
@@ -156,9 +169,15 @@ class DataParallel:
         self._bucket_of = {p: b for b in self._buckets for part in b.parts.values() for p in part}
         self._launched = 0
         self._kept = False
+        #: Whether a gradient that had left grew afterwards; only where gradients are kept, so that it can be put right.
+        self.grown = False
         self._expecting: Mapping[nn.Parameter, int] | None = None
         self._completing: int | None = None
         self._overlap = overlap
+        #: What gradients are multiplied by as they leave.
+        self.scale = 1.0
+        #: Context of sums that begin while the script's own backward runs.
+        self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
         if overlap:
             for param in self._bucket_of:
                 param.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
@@ -177,7 +196,7 @@ class DataParallel:
             keep: Whether ``param.grad`` stays as it was until `reduce_gradients`, so that all can be taken back
                 (`discard`). Otherwise a gradient that has left is None until then: its memory is free for the next.
         """
-        self._expecting, self._kept = stage_of, keep
+        self._expecting, self._kept, self.grown = stage_of, keep, False
         for bucket in self._buckets:
             bucket.missing = {p for part in bucket.parts.values() for p in part}
 
@@ -197,13 +216,19 @@ class DataParallel:
         if self._completing is None or self._expecting is None or not self._overlap:
             return
         bucket = self._bucket_of.get(param)  # none where there is one replica
-        if bucket is not None and self._expecting.get(param) == self._completing:
-            bucket.missing.discard(param)
-            self._launch_complete()
+        if bucket is None or self._expecting.get(param) != self._completing:
+            return
+        if bucket.left:
+            if not self._kept:
+                raise _grown(param)
+            self.grown = True
+        bucket.missing.discard(param)
+        self._launch_complete()
 
     def _launch_complete(self) -> None:
         while self._launched < len(self._buckets) and not self._buckets[self._launched].missing:
-            self._launch(self._buckets[self._launched])
+            with self.guard():
+                self._launch(self._buckets[self._launched])
             self._launched += 1
 
     def reduce_gradients(self) -> None:
@@ -222,18 +247,20 @@ class DataParallel:
                 work.wait()
             bucket.works.clear()
             bucket.sums.clear()
+            bucket.left = False
         self._launched, self._expecting, self._completing = 0, None, None
 
     # ---- one bucket ----------------------------------------------------------------------------------------------
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
+        bucket.left = True
         gloo = dist.get_backend(self._group) == "gloo"
         for target in sorted(bucket.parts, key=lambda t: -1 if t is None else (t - self.rank) % self.size):
             params = bucket.parts[target]
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
             # Experts may be idle on some ranks; a parameter that is unused on all of them must keep no gradient.
             used = torch.tensor([p.grad is not None for p in params]).to(grads[0], non_blocking=True)
-            flat = self._flat(bucket, target, [*grads, used])
+            flat = self._flat(bucket, target, grads, used)
             if not self._kept:
                 for param in params:
                     param.grad = None
@@ -256,20 +283,31 @@ class DataParallel:
                     if r != self.rank
                 ]
 
-    def _flat(self, bucket: _Bucket, target: int | None, parts: Sequence[Tensor]) -> Tensor:
+    def _flat(self, bucket: _Bucket, target: int | None, grads: Sequence[Tensor], used: Tensor) -> Tensor:
         """Copy gradients together; on processors, where all ranks get the sum, to where they were the last time.
 
         Memory that is given back and taken again in each step costs a processor more than the copy itself (its pages
         are mapped anew); the allocator of GPUs keeps what it has. A place that somebody still looks at (a gradient that
         the script has put aside, or adds to in place) is left to them.
         """
-        if target is not None or parts[0].device.type != "cpu":
-            return _flatten(parts)
-        if bucket.home is None or storage_is_shared(bucket.home):
-            bucket.home = _flatten(parts)
-        else:
-            torch.cat([part.reshape(-1) for part in parts], out=bucket.home)
-        return bucket.home
+        flat = bucket.home
+        if flat is None or storage_is_shared(flat):
+            flat = grads[0].new_empty(sum(grad.numel() for grad in grads) + used.numel())
+        if grads[0].device.type != "cpu":
+            torch.cat([part.reshape(-1) for part in (*grads, used)], out=flat)
+            if self.scale != 1.0:
+                flat[: -used.numel()].mul_(self.scale)
+            return flat
+        if target is None:
+            bucket.home = flat
+        if self.scale == 1.0:
+            return torch.cat([part.reshape(-1) for part in (*grads, used)], out=flat)
+        start = 0  # one pass over memory, not two
+        for grad in grads:
+            torch.mul(grad.reshape(-1), self.scale, out=flat[start : start + grad.numel()])
+            start += grad.numel()
+        flat[start:] = used
+        return flat
 
     @torch.no_grad()
     def _finish(self, bucket: _Bucket) -> None:
@@ -290,6 +328,7 @@ class DataParallel:
                 param.grad = part if count else None
         bucket.works.clear()
         bucket.sums.clear()
+        bucket.left = False
 
     def broadcast_parameters(self) -> None:
         """Hand the values that owners stepped to the other ranks."""

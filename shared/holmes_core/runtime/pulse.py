@@ -81,6 +81,20 @@ class Pulse:
         self._do(3, now)
 
     @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward that the script itself has started, of the batch before."""
+        begin = time.monotonic()
+        v = self._values
+        v[_BUSY] = 1
+        self._do(2, begin)
+        yield
+        now = time.monotonic()
+        v[_BUSY] = 0
+        v[_SECONDS] += now - begin
+        v[_COMPUTE] += now - begin
+        self._do(6, now)
+
+    @contextmanager
     def reducing(self) -> Iterator[None]:
         """Around the reduction of gradients."""
         begin = time.monotonic()

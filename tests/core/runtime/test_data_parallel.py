@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holmes_core.errors import HolmesError
 from holmes_core.runtime.data_parallel import DataParallel, _make_buckets, assign_owners
 from holmes_core.runtime.torch_compat import storage_is_shared
 
@@ -107,5 +109,51 @@ def test_what_a_split_backward_tells_makes_buckets_leave_in_order(tmp_path: Path
             assert one._launched == 3
             one.reduce_gradients()
             assert [float(p.grad[0]) for p in params] == [1.0, 1.0, 1.0]
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_gradient_that_grows_after_it_has_left_is_noticed(tmp_path: Path, keep: bool) -> None:
+    """As of a parameter used twice, recomputed each time in a backward of its own."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        params = [torch.nn.Parameter(torch.ones(2**18)) for _ in range(3)]
+        one = DataParallel(params, owner=None, group=dist.group.WORLD, count=lambda *_: None)
+        one._buckets = _make_buckets(params, lambda _: None)
+        one._bucket_of = {p: b for b in one._buckets for part in b.parts.values() for p in part}
+        for _ in range(2):  # what was noticed is forgotten by the next step
+            for param in params:
+                param.grad = torch.ones_like(param)
+            one.expect(dict.fromkeys(params, 1), keep=keep)
+            one.completing(1)
+            one.accumulated(params[2])
+            assert not one.grown
+            if keep:
+                one.accumulated(params[2])
+                assert one.grown
+            else:
+                with pytest.raises(HolmesError, match="use_reentrant=False"):
+                    one.accumulated(params[2])
+            one.discard()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("owner", [None, 0])
+def test_gradients_are_scaled_as_they_leave(tmp_path: Path, owner: int | None) -> None:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        params = [torch.nn.Parameter(torch.ones(2, 3)), torch.nn.Parameter(torch.ones(4)), torch.nn.Parameter()]
+        owners = None if owner is None else dict.fromkeys(params, owner)
+        one = DataParallel(params, owner=owners, group=dist.group.WORLD, count=lambda *_: None)
+        one._buckets = _make_buckets(params, one.owner.get)
+        one.scale = 0.25
+        for value in (4.0, 8.0):
+            params[0].grad, params[1].grad = torch.full((3, 2), value).t(), torch.full((4,), value)
+            one.reduce_gradients()
+            assert params[0].grad.tolist() == [[value / 4] * 3] * 2
+            assert params[1].grad.tolist() == [value / 4] * 4
+            assert params[2].grad is None
     finally:
         dist.destroy_process_group()
