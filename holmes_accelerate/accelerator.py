@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import PartialState
+from accelerate.utils import convert_to_fp32
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 
 from holmes_accelerate import refusals
@@ -166,6 +167,7 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
             engine,
             before=before,
             compute=self._autocast,
+            convert=convert_to_fp32 if self.native_amp else _as_it_is,
             guard=self._named_failures,
             completes=lambda: self.sync_gradients,
         )
@@ -299,6 +301,10 @@ class HolmesAccelerator(CollectiveHooks, CheckpointHooks, Accelerator):
         self.finish_saving()
         self._failures.close()
         super().end_training()
+
+
+def _as_it_is(output: Any) -> Any:
+    return output
 
 
 @torch.no_grad()

@@ -55,9 +55,10 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
     rank_zero = importlib.import_module(f"{namespace}.utilities.rank_zero").rank_zero_only
     launchers = importlib.import_module(f"{namespace}.strategies.launchers.subprocess_script")
 
-    class _NothingToBlock(sync):  # type: ignore[misc, valid-type]
+    class _Accumulation(sync):  # type: ignore[misc, valid-type]
         def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager[Any]:
-            return nullcontext()  # gradients are reduced once, when the optimizer steps
+            mode = of_model(module)
+            return mode.no_sync() if enabled and mode is not None else nullcontext()
 
     class HolmesFabricStrategy(base):  # type: ignore[misc, valid-type]
         """Pipeline, data and tensor parallel training for Fabric; keywords are fields of HolmesConfig."""
@@ -69,7 +70,7 @@ def make_fabric_strategy_class(namespace: str) -> type[Any]:
             self._mode: CallMode | None = None
             self._layout: Any = None
             self._replica = 0
-            self._backward_sync_control = _NothingToBlock()
+            self._backward_sync_control = _Accumulation()
 
         # ---- processes ----
         @property

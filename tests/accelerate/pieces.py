@@ -134,6 +134,22 @@ def ahead(context: Context) -> dict[str, Any]:
     return found if context.rank == 0 else {name: run["early"] for name, run in found.items()}
 
 
+def precisions(context: Context) -> dict[str, str]:
+    """In which type a script gets what a model computed in 16 bit."""
+    accelerator, model, _, loader = prepare(mixed_precision="bf16")
+    batch = next(iter(loader))
+    labels = batch.pop("labels")
+    found = {"training": str(model(**batch).logits.dtype)}
+    loss = model(**batch, labels=labels).loss
+    accelerator.backward(loss)
+    found["loss"] = str(loss.dtype)
+    model.eval()
+    found["eval, differentiable"] = str(model(**batch).logits.dtype)
+    with torch.no_grad():
+        found["eval"] = str(model(**batch).logits.dtype)
+    return found
+
+
 def opaque(accelerator: Any) -> float:
     """A model whose outputs nobody can look into: the largest difference of its gradients to those made by hand."""
 
@@ -454,7 +470,7 @@ def torch_loop(context: Context, *, settings: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     run = holmes_core.parallelize(model, optimizer, {**settings, "print_plan": False}) if settings else None
     rows = Rows(16, 1, False).rows
-    found: dict[str, Any] = {"losses": [], "norms": []}
+    found: dict[str, Any] = {"losses": [], "norms": [], "early": []}
     for start in range(0, 16, 4):
         mine = rows[start : start + 4]
         if run is not None:
@@ -462,6 +478,7 @@ def torch_loop(context: Context, *, settings: dict[str, Any]) -> dict[str, Any]:
         batch = {k: torch.stack([row[k] for row in mine]) for k in mine[0]}
         loss = model(**batch).loss
         loss.backward()
+        found["early"].append(bool(run) and run.engine.gradients.data_parallel._launched > 0)
         clip = run.clip_grad_norm_(0.5) if run else torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
@@ -492,6 +509,9 @@ def fabric(context: Context, *, strategy: str, rows: int = 12) -> dict[str, Any]
             with fabric.no_backward_sync(model, enabled=index % 2 == 0):
                 loss = model(**batch).loss
                 fabric.backward(loss)
+            if strategy == "holmes":
+                launched = fabric.strategy._mode.engine.gradients.data_parallel._launched
+                found.setdefault("early", []).append(launched > 0)
             found["losses"].append(float(loss.detach()))
             if index % 2:
                 found["norms"].append(float(fabric.clip_gradients(model, optimizer, max_norm=0.5)))

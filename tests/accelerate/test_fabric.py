@@ -35,6 +35,7 @@ def test_replicas_as_under_ddp(farm: Farm) -> None:
     found = farm.run(LOOP, world=2, config={"dp": 2}, strategy="holmes", rows=24).values
     for mine, other in zip(found, expected, strict=True):
         assert_same(mine, other)
+        assert mine["early"] == [False, True, False] * 2  # not in no_backward_sync
     assert found[0]["losses"] != pytest.approx(found[1]["losses"], rel=1e-3)
 
 

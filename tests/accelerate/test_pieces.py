@@ -74,6 +74,13 @@ def test_a_model_in_one_piece_is_called_as_in_any_loop(farm: Farm, sharding: str
     assert found["logits"][0] == 4
 
 
+@pytest.mark.parametrize("config", [PP2, {"dp": 2}], ids=["stages", "one-piece"])
+def test_outputs_of_16_bit_compute_come_in_float32(farm: Farm, config: dict[str, Any]) -> None:
+    expected = alone(farm, "precisions")
+    assert set(expected.values()) == {"torch.float32"}
+    assert on_ranks(farm, "precisions", config) == [expected] * 2
+
+
 def test_a_trainer_that_asks_for_log_probabilities(farm: Farm) -> None:
     expected = alone(farm, "log_probabilities")
     for found in on_ranks(farm, "log_probabilities"):

@@ -19,8 +19,8 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -65,9 +65,11 @@ class CallMode:
         engine: The engine, built.
         before: The module's parameters before the split (`named_parameter_slots`).
         compute: Returns the context of a forward (autocast).
+        convert: What is done to all that a call returns (the host's change of precision).
         guard: Returns the context around everything that talks to other ranks (names who failed first).
-        completes: Tells whether the training call that begins now is the last of an optimizer step; its gradients are
-            then summed over replicas while its backward still runs (`call_mode_ahead`).
+        completes: Tells whether the training call that begins now is the last of an optimizer step (each is, unless
+            made in `no_sync`); its gradients are then summed over replicas while its backward still runs
+            (`call_mode_ahead`).
     """
 
     def __init__(
@@ -76,13 +78,15 @@ class CallMode:
         *,
         before: Mapping[str, nn.Parameter] | None = None,
         compute: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        convert: Callable[[Any], Any] = lambda output: output,
         guard: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        completes: Callable[[], bool] = lambda: False,
+        completes: Callable[[], bool] = lambda: True,
     ) -> None:
         self.engine = engine
         engine.loss_per_replica = True
-        self._compute, self._guard = compute, guard
-        self._ahead = Ahead(engine, completes)
+        self._compute, self._convert, self._guard = compute, convert, guard
+        self._adding = False  # in no_sync
+        self._ahead = Ahead(engine, lambda: completes() and not self._adding)
         self.dp, self.replica = engine.plan.layout.dp, engine.place.dp
         self._rules = {False: engine.loss_rule, True: LossRule("items")}
         self._returns_loss: dict[Any, bool] = {}
@@ -112,7 +116,7 @@ class CallMode:
         own = vars(self.engine.root)
         own[CALL_MODE] = self
         own["forward"] = functools.wraps(self.forward)(lambda *args, **kwargs: self(*args, **kwargs))
-        own["no_sync"] = nullcontext  # scripts written for DistributedDataParallel; reduction waits for the step anyway
+        own["no_sync"] = self.no_sync
         apply: Any = type(self.engine.root)._apply
         # `.to(device)` and the like: empty parameters of other stages have nothing to be moved.
         own["_apply"] = lambda fn, recurse=True: apply(
@@ -134,6 +138,18 @@ class CallMode:
             do="save the model and generate with a whole one, or train with pp: 1",
         )
 
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Around calls whose gradients another call of the same optimizer step adds to, as under DDP.
+
+        Without it, too, gradients are reduced once, when the optimizer steps; they only do not leave early in vain.
+        """
+        before, self._adding = self._adding, True
+        try:
+            yield
+        finally:
+            self._adding = before
+
     # ---- calls ---------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Stand in for the module's forward. Collective over the replica; in training over all ranks."""
@@ -141,14 +157,14 @@ class CallMode:
         batch = self._named(args, kwargs)
         with self._guard():
             if not torch.is_grad_enabled():
-                return self._evaluate(batch)
+                return self._convert(self._evaluate(batch))
             if self._direct is not None:
-                return self._direct(lambda: self._run(batch))
+                return self._convert(self._direct(lambda: self._run(batch)))
             if not self.engine.root.training:
-                return self._open(batch, whole=True)
+                return self._convert(self._open(batch, whole=True))
             if not batch.get(_OUTPUTS) and self._has_loss(batch):
                 return self._train(batch)
-            return self._open(batch)
+            return self._convert(self._open(batch))
 
     def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         if not args:

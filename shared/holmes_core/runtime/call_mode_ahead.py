@@ -46,15 +46,24 @@ class Ahead:
         What all ranks do must not depend on what one of them has: not on its gradients, not on their values.
         """
         self.another()
-        if not (self._on and self._known and self._completes()):
+        if not (self._known and self.complete):
             return None
         self._under_way, self._right, self._left = True, False, []
         return self._guess
 
-    def begin_known(self) -> None:
-        """A backward begins whose gradients need no guess: the script has made its loss from the model's outputs."""
+    @property
+    def complete(self) -> bool:
+        """Whether a training call that begins now is the last of an optimizer step."""
+        return self._on and self._completes()
+
+    def begin_known(self, complete: bool) -> None:
+        """A backward begins whose gradients need no guess: the script has made its loss from the model's outputs.
+
+        Args:
+            complete: What `complete` was when the outputs were made.
+        """
         self.another()
-        if self._on and self._completes():
+        if self._on and complete:
             self._under_way, self._right, self._left = True, False, []
             self._engine.gradients.data_parallel.expect(self._engine._stage_of, keep=True)
 

@@ -69,7 +69,7 @@ class Outputs(torch.autograd.Function):
         for index, grad in zip(floating, grads, strict=True):
             by_index[index] = None if grad is None else grad / mode.dp
         with mode._guard():
-            mode._ahead.begin_known()
+            mode._ahead.begin_known(mode._ahead.complete)
             held.backward(by_index)
         mode.mark_backward()
         mode._ahead.committed(list(mode.engine.gradients.params.values()), right=True)

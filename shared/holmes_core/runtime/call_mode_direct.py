@@ -52,6 +52,7 @@ class Direct:
         self._parallel.scale = 1.0 / self._parallel.size
         self._parallel.guard = guard
         self._backward: AbstractContextManager[None] | None = None  # while one runs
+        self._complete = False  # whether the last call is the last of its optimizer step
         self._reduced = False  # whether gradients that are there have been summed already
         for param in engine.gradients.params.values():
             param.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
@@ -68,6 +69,7 @@ class Direct:
         engine = self._engine
         self._backward = None  # of a backward that failed, nothing is left
         self._ahead.another()
+        self._complete = self._ahead.complete
         with (
             engine.pulse.batch(step=engine.batches_seen, micro_batches=1, train=True),
             engine.pulse.micro_batch(0, waits=False),
@@ -78,7 +80,7 @@ class Direct:
         engine.batches_seen += 1
         for tensor in tree_leaves(output):  # the first gradient of a backward; parameters tell of what is missed here
             if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._begins)
+                tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]
         return output
 
     def reduced(self) -> None:
@@ -92,7 +94,7 @@ class Direct:
             self._reduced = False
             self._take_back()
         self._changed()
-        self._ahead.begin_known()
+        self._ahead.begin_known(self._complete)
         self._backward = self._engine.pulse.backward()
         self._backward.__enter__()
         self._parallel.completing(0)

@@ -31,6 +31,7 @@ def expected(farm: Farm) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "config",
     [
+        {"dp": 2},
         {"pp": 3, "num_microbatches": 2},
         {"pp": 2, "dp": 2, "num_microbatches": 2},
         pytest.param({"pp": 2, "dp": 2, "num_microbatches": 1, "sharding": "none"}, marks=pytest.mark.slow),
@@ -42,6 +43,8 @@ def test_a_plain_loop(farm: Farm, expected: dict[str, Any], config: dict[str, An
     world = config.get("pp", 1) * config.get("dp", 1) * config.get("tp", 1)
     ranks = farm.run(LOOP, world=world, settings=config).values
     for found in ranks:
+        if config.get("dp", 1) > 1:  # in stages the first step shows what a loss is multiplied by
+            assert found["early"] == ["pp" not in config, True, True, True]
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5)
     for step, loss in enumerate(expected["losses"]):  # each replica has a loss of its own; rows are equally long
         own = {round(found["losses"][step], 5) for found in ranks}
