@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import sys
 import warnings
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.lightning.farm import ROOT, Context
@@ -150,37 +152,137 @@ def precisions(context: Context) -> dict[str, str]:
     return found
 
 
-def opaque(accelerator: Any) -> float:
-    """A model whose outputs nobody can look into: the largest difference of its gradients to those made by hand."""
+def parts(accelerator: Any) -> dict[str, float]:
+    """Calls of a part of a model, outputs that nobody can look into: differences of two steps to those made by hand."""
 
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+            self.rate = 0.0
 
         def forward(self, x: torch.Tensor) -> Any:
             for block in self.blocks:
-                x = block(x).tanh()
+                x = nn.functional.dropout(block(x).tanh(), self.rate)
             return lambda: x  # neither a tensor nor a container
 
-    model = Net()
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    alone = Net()
-    alone.load_state_dict(weights)
-    size = accelerator.num_processes
-    rows = torch.randn(size, 6, 4, generator=torch.Generator().manual_seed(5))
-    accelerator.backward(model(rows[accelerator.process_index])().square().mean())
+    def called(net: Any, x: Any) -> Any:
+        return net(x)().square().mean()
+
+    def inner(net: Any, x: Any) -> Any:
+        return net.blocks[1](net.blocks[0](x)).square().mean()
+
+    def replayed(net: Any, x: Any) -> Any:
+        """The whole model is recomputed, with random numbers in it."""
+        net.rate = 0.5
+        torch.manual_seed(3)
+        return checkpoint(lambda y: net(y)(), x, use_reentrant=False).square().mean()
+
+    found: dict[str, float] = {}
+    for function in (called, inner, replayed):
+        model = Net()
+        alone = Net()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        alone.load_state_dict(model.state_dict())
+        plain = torch.optim.SGD(alone.parameters(), lr=0.1)
+        size = accelerator.num_processes
+        rows = torch.randn(2, size, 6, 4, generator=torch.Generator().manual_seed(5))
+        for step in range(2):
+            accelerator.backward(function(model, rows[step, accelerator.process_index]))
+            engine = model._holmes_call_mode.engine
+            assert engine.gradients.data_parallel._launched, "gradients have left"
+            assert engine.batches_seen == (0 if function is inner else step + 1), "what is recomputed is no new batch"
+            optimizer.step()
+            optimizer.zero_grad()
+            sum(function(alone, part) / size for part in rows[step]).backward()
+            plain.step()
+            plain.zero_grad()
+        whole = model.state_dict()
+        found[function.__name__] = max(float((whole[k] - v).abs().max()) for k, v in alone.state_dict().items())
+        accelerator.free_memory()
+    return found
+
+
+def habits_of_one_rank(context: Context, *, habits: bool = True) -> dict[str, Any]:
+    """What one replica does and the other does not; what is refused; a model whose parts go on in another."""
+    accelerator, model, optimizer, loader = prepare(rows=16)
+    parallel = model._holmes_call_mode.engine.gradients.data_parallel
+    first, second = list(loader)
+    found: dict[str, Any] = {"early": []}
+
+    def look() -> None:
+        logits = model(**first).logits
+        torch.autograd.grad(logits.square().mean(), list(model.parameters())[:2])
+        model(**second)
+
+    def step(calls: int = 1, looks: bool = False) -> None:
+        for index in range(calls):
+            accelerator.backward(model(**(second if index else first)).loss / calls)
+        found["early"].append(parallel._launched > 0)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        if looks:
+            look()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if habits and context.rank == 0:
+        look()
+    step(looks=habits and context.rank == 0)
+    step(calls=1 + context.rank)  # batches of one replica are cut in two
+    step()
+    found["weights"] = model.state_dict()
+    found["norm"] = float(sum(v.double().square().sum() for v in found["weights"].values()))
+    model.transformer.wte.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    found["inside"] = error_of(lambda: accelerator.backward(model(**first).loss))
+    return found
+
+
+def parts_that_go_on(context: Context) -> dict[str, Any]:
+    """Unfrozen too late; and a model that holds parts of one that was prepared before."""
+    accelerator, model, optimizer, loader = prepare()
+    batch = next(iter(loader))
+    late = nn.Parameter(torch.zeros(()))
+    model.register_parameter("late", late)
+    accelerator.backward(model(**batch).loss + late)
+    found: dict[str, Any] = {"late": error_of(optimizer.step)}
+    del model.late
+    model.zero_grad()
+    accelerator.backward(model(**batch).loss)
     optimizer.step()
-    sum(alone(part)().square().mean() / size for part in rows).backward()
-    torch.optim.SGD(alone.parameters(), lr=0.1).step()
-    return max(float((model.state_dict()[k] - v).abs().max()) for k, v in alone.state_dict().items())
+    model.zero_grad()
+    accelerator.free_memory()
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([block.mlp for block in model.transformer.h])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    around = Around()
+    alone = copy.deepcopy(around)
+    around, optimizer = accelerator.prepare(around, torch.optim.SGD(around.parameters(), lr=0.5))
+    found["hooks"] = [len(p._post_accumulate_grad_hooks or {}) for p in around.parameters()]
+    plain = torch.optim.SGD(alone.parameters(), lr=0.5)
+    rows = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(5))
+    for _ in range(2):
+        accelerator.backward(around(rows[accelerator.process_index]).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        (sum(alone(part).square().mean() for part in rows) / 2).backward()
+        plain.step()
+        plain.zero_grad()
+    whole = around.state_dict()
+    found["difference"] = max(float((whole[k] - v).abs().max()) for k, v in alone.state_dict().items())
+    return found
 
 
 def whole_calls(context: Context) -> dict[str, Any]:
     """What a script may do with calls of a model in one piece, and the same by hand: both replicas' rows, one model."""
-    from torch.utils.checkpoint import checkpoint
-
     from holmes_core.runtime import data_parallel
 
     data_parallel.BUCKET_BYTES = 1  # each gradient leaves by itself, as early as it can
@@ -241,7 +343,7 @@ def whole_calls(context: Context) -> dict[str, Any]:
     norm_of_sum("norms")
     output = model(**own[0])
     accelerator.free_memory()
-    differences["opaque"] = opaque(Accelerator())
+    differences.update(parts(Accelerator()))
     return {"differences": differences, "logits": list(output.logits.shape), "type": type(output).__name__}
 
 

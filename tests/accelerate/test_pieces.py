@@ -67,11 +67,32 @@ def test_gradients_that_leave_during_the_backward(farm: Farm, config: dict[str, 
 def test_a_model_in_one_piece_is_called_as_in_any_loop(farm: Farm, sharding: str) -> None:
     """Outputs of one call in the next, losses made of several outputs, norms of unfinished gradients."""
     found, _ = on_ranks(farm, "whole_calls", {"dp": 2, "sharding": sharding})
-    assert set(found["differences"]) == {"logits", "chain", "shared", "norms", "opaque"}
+    assert set(found["differences"]) == {"logits", "chain", "shared", "norms", "called", "inner", "replayed"}
     for name, difference in found["differences"].items():
         assert difference < 2e-6, (name, difference)
     assert found["type"] == "CausalLMOutputWithCrossAttentions"
     assert found["logits"][0] == 4
+
+
+def test_what_one_replica_does_by_itself(farm: Farm) -> None:
+    """It looks at gradients and outputs, or takes its batch in two calls: no sum waits for another that never comes."""
+    ranks = on_ranks(farm, "habits_of_one_rank", {"dp": 2, "timeout": 30.0})
+    assert ranks[0]["norm"] == ranks[1]["norm"]
+    # The last but one step was not the same everywhere; after it nothing leaves early any more.
+    assert ranks[0]["early"] == [True, True, True, False]
+    assert ranks[1]["early"] == [True, True, False, False]
+    expected = on_ranks(farm, "habits_of_one_rank", {"dp": 2, "overlap": False}, habits=False)[0]
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(ranks[0]["weights"][name], value, rtol=0, atol=1e-6, msg=name)
+    assert all("after loss.backward()" in found["inside"] for found in ranks)
+
+
+def test_parameters_of_before_and_after_prepare(farm: Farm) -> None:
+    for found in on_ranks(farm, "parts_that_go_on", {"dp": 2}):
+        assert "['late']" in found["late"]
+        assert "before prepare" in found["late"]
+        assert found["difference"] < 1e-6
+        assert set(found["hooks"]) == {2}  # none of the model that was given back
 
 
 @pytest.mark.parametrize("config", [PP2, {"dp": 2}], ids=["stages", "one-piece"])

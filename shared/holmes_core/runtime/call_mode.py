@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Call mode: the script calls ``model(**batch)`` itself, and every rank takes part in the call.
 
-A model in one piece is called as in any loop (`call_mode_direct`). Of a model in stages, in training with labels the
-call runs the whole schedule, forward and backward, and returns an output whose loss hangs
-on one autograd.Function; the backward of that loss scales this call's gradients and adds them to ``param.grad``. In
-training without labels the call returns the outputs, on which the script computes a loss of its own, and their
-backward goes back through the stages. In eval mode it is a forward, and every rank of the replica gets the outputs;
-with gradients enabled they can be differentiated, as of any module (a model from ``from_pretrained`` is in eval mode
-until the script says ``model.train()``, and many do not).
+A model in one piece is called as in any loop (`call_mode_direct`). A model in stages, in training with labels, runs the
+whole schedule, forward and backward, and returns an output whose loss hangs on one autograd.Function; the backward of
+that loss scales this call's gradients and adds them to ``param.grad``. In training without labels the call returns the
+outputs, on which the script computes a loss of its own, and their backward goes back through the stages. In eval mode
+it is a forward, and every rank of the replica gets the outputs; with gradients enabled they can be differentiated, as
+of any module (a model from ``from_pretrained`` is in eval mode until the script says ``model.train()``, and many do
+not).
 
 Losses are per replica and averaged over replicas, as under DistributedDataParallel: that is what scripts for these
 hosts expect. Gradients are reduced once, when the optimizer steps or the norm is asked for, however many calls and
@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from holmes_core.errors import HolmesError
-from holmes_core.runtime import state
 from holmes_core.runtime.call_mode_ahead import Ahead, OneCall
 from holmes_core.runtime.call_mode_autograd import CallGradients, Loss, Outputs
 from holmes_core.runtime.call_mode_direct import Direct, calls_are_whole
 from holmes_core.runtime.call_mode_graph import OpenForward
 from holmes_core.runtime.call_mode_outputs import LossOutput, broadcast, first_loss, pack, unpack
+from holmes_core.runtime.call_mode_state import CallState
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.loss import LossRule
 from holmes_core.runtime.split import slots
@@ -58,7 +59,7 @@ def named_parameter_slots(root: nn.Module) -> dict[str, nn.Parameter]:
     return {name: param for name, _, _, param in slots(root)}
 
 
-class CallMode:
+class CallMode(CallState):
     """Drives an engine from calls of its module.
 
     Args:
@@ -94,7 +95,7 @@ class CallMode:
         self.closed = self._warned = False
         self._versions: dict[nn.Parameter, int] = {}  # of gradients, as the last backward left them
         self._anchor = torch.zeros((), device=engine.device, requires_grad=True)
-        self._hooked: set[int] = set()
+        self._hooked: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._new: Any = WeakIdKeyDictionary()
         current = named_parameter_slots(engine.root)
         for name, old in (before or {}).items():
@@ -152,7 +153,10 @@ class CallMode:
 
     # ---- calls ---------------------------------------------------------------
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the module's forward. Collective over the replica; in training over all ranks."""
+        """Stand in for the module's forward.
+
+        In stages it is collective over the replica, in training over all ranks.
+        """
         self._check_open()
         batch = self._named(args, kwargs)
         with self._guard():
@@ -252,6 +256,10 @@ class CallMode:
         """Give the process groups back; the model is of no more use. All ranks call it at the same place."""
         self.closed = True
         self._ahead.another()
+        self._ahead.close()
+        if self._direct is not None:
+            self._direct.close()
+        self.engine.gradients.data_parallel.close()
         self.engine.groups.close()
 
     def _check_open(self) -> None:
@@ -281,20 +289,34 @@ class CallMode:
     def reduce(self) -> None:
         """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
         if self._pending:
+            if self._direct is not None:
+                self._direct.reduces()
             self._pending = False
-            if any(p.grad is not None and p.grad._version != seen for p, seen in self._versions.items()):
+            self._check_parameters()
+            changed = any(p.grad is not None and p.grad._version != seen for p, seen in self._versions.items())
+            if changed and dist.get_world_size() > 1:
                 warnings.warn(
                     "Something has changed gradients between backward and the optimizer's step. If it was"
-                    " torch.nn.utils.clip_grad_norm_: it sees this rank's part of the model only, and its norm is not"
-                    " the model's. Use accelerator.clip_grad_norm_ (in a plain loop: run.clip_grad_norm_). Factors that"
+                    " torch.nn.utils.clip_grad_norm_: it sees this rank's gradients only, and their norm is not the"
+                    " model's. Use accelerator.clip_grad_norm_ (in a plain loop: run.clip_grad_norm_). Factors that"
                     " are the same on all ranks do no harm.",
                     stacklevel=2,
                 )
             with self._guard():
                 self._ahead.settle()
                 self.engine.reduce_gradients()
-            if self._direct is not None:
-                self._direct.reduced()
+
+    def _check_parameters(self) -> None:
+        known = set(self.engine.gradients.params.values())
+        late = [name for name, p in self.engine.root.named_parameters() if p.grad is not None and p not in known]
+        if late and dist.get_world_size() > 1:
+            raise HolmesError(
+                seen=f"gradients of {len(late)} parameters that were frozen, or not there, at prepare: {late[:4]}",
+                where="the optimizer's step",
+                means="they are not summed over replicas, so each replica would train its own",
+                do="add adapters and unfreeze parameters before prepare (or parallelize); prepare the model again after"
+                " accelerator.free_memory() where that comes later",
+            )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clip the whole model's gradient by its norm, as ``torch.nn.utils.clip_grad_norm_``. Collective.
@@ -340,93 +362,6 @@ class CallMode:
         """Whether these are all trainable parameters of this rank."""
         given = {id(self._new.get(p, p)) for p in parameters}
         return all(id(p) in given for p in self.engine.gradients.params.values())
-
-    # ---- optimizer and state ---------------------------------------------------------------
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let an optimizer step this rank's part: replace parameters that the split replaced, and follow its steps.
-
-        Args:
-            optimizer: Built before or after the split; its state, if any, is kept for what this rank steps.
-        """
-        if id(optimizer) in self._hooked:
-            return
-        if any(p in self._new for group in optimizer.param_groups for p in group["params"]):
-            saved = optimizer.state_dict() if optimizer.state else None
-            optimizer.state.clear()
-            for group in optimizer.param_groups:
-                group["params"] = [self._new.get(p, p) for p in group["params"]]
-            if saved is not None:
-                state.load_optimizer_state(self.engine, optimizer, saved)
-        self._hooked.add(id(optimizer))
-        optimizer.register_step_pre_hook(lambda *_: self.reduce())
-        optimizer.register_step_post_hook(lambda *_: self._stepped())
-
-    def _stepped(self) -> None:
-        with self._guard():
-            self.engine.broadcast_parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the whole model's state on rank 0, meta tensors elsewhere. Collective over all ranks."""
-        with self._guard():
-            self._meet("the model's state")
-            return state.full_state_dict(self.engine)
-
-    def optimizer_state_dict(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return an optimizer's whole state on rank 0, an empty one elsewhere. Collective over all ranks."""
-        with self._guard():
-            self._meet("the optimizer's state")
-            return state.full_optimizer_state(self.engine, optimizer)
-
-    def load_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-        """Load a whole optimizer state; this rank keeps what it steps."""
-        state.load_optimizer_state(self.engine, optimizer, saved)
-
-    def load_state_dict(self, saved: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Stand in for the module's ``load_state_dict``: the whole model's state; this rank keeps its part."""
-        own = vars(self.engine.root)
-        own["load_state_dict"] = self._load
-        try:
-            missing, unexpected = state.load_state_dict(self.engine, self._with_ties(saved), strict=strict)
-        finally:
-            own["load_state_dict"] = self.load_state_dict
-        return nn.modules.module._IncompatibleKeys(missing, unexpected)
-
-    def _with_ties(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the other names of tied weights: Hugging Face files hold one of them."""
-        whole = dict(saved)
-        for entry in self.engine.entries:
-            found = next((saved[name] for name in entry.aliases if name in saved), None)
-            for name in entry.aliases if found is not None else ():
-                whole.setdefault(name, found)
-        return whole
-
-    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the model's ``save_pretrained``: rank 0 writes the whole model. Collective over all ranks.
-
-        With ``state_dict=`` (what `state_dict` returned) only rank 0 does anything.
-        """
-        if kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = self.state_dict()
-        if self.engine.rank != 0:
-            return None
-        kwargs["state_dict"] = {k: v for k, v in kwargs["state_dict"].items()}
-        return self._save_pretrained(save_directory, *args, **kwargs)
-
-    def _meet(self, what: str) -> None:
-        """Wait for all ranks before something that all must do, and name those that do not come."""
-        self._check_open()
-        if dist.get_world_size() == 1:
-            return
-        try:
-            dist.monitored_barrier(self.engine.groups.world)
-        except RuntimeError as error:
-            raise HolmesError(
-                seen=f"not all ranks came to collect {what}: {str(error).splitlines()[0][:200]}",
-                where=f"rank {self.engine.rank}",
-                means="every rank holds a part of the model, so every rank must make this call, not the main process"
-                " alone",
-                do="take the call out of `if accelerator.is_main_process:`; only rank 0 writes files anyway",
-            ) from None  # the time-out is no echo of another rank's failure: keep FailureLog from taking it for one
 
 
 def _positional_names(forward: Callable[..., Any]) -> list[str]:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum a step's gradients over replicas while the backward of its last call still runs.
 
-In call mode a call's backward runs before the script has said what it does with the loss: it may scale it, drop it, or
+In stages a call's backward runs before the script has said what it does with the loss: it may scale it, drop it, or
 call the model again. So the sum starts with a guess: the gradient that the loss had last time. Before the optimizer's
 step all ranks tell each other whether theirs was right, and that nothing has changed gradients since; otherwise what
 was summed is thrown away and gradients are summed as if nothing had been guessed. A wrong guess costs time, never a
-number; after the first one nothing is guessed any more.
+number; after the first one nothing is guessed any more. A backward that the script itself runs (of a model in one
+piece, or of a loss made from outputs) needs no such guess, only whether it is the last of its step.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class Ahead:
         self._on = engine.config.overlap and engine.plan.layout.dp > 1
         self._guess, self._known = 1.0, False  # gradient of the loss at the last backward; whether there was one
         self._under_way = self._right = False
+        self._wrong = False  # whether what left in this step has been thrown away
         self._left: list[tuple[nn.Parameter, Tensor | None, int]] = []  # gradients as the backward left them
 
     def begin(self) -> float | None:
@@ -53,24 +55,28 @@ class Ahead:
 
     @property
     def complete(self) -> bool:
-        """Whether a training call that begins now is the last of an optimizer step."""
-        return self._on and self._completes()
+        """Whether a training call that begins now is the last of an optimizer step, as far as is known."""
+        return self._on and not self._wrong and self._completes()
 
     def begin_known(self, complete: bool) -> None:
         """A backward begins whose gradients need no guess: the script has made its loss from the model's outputs.
 
         Args:
-            complete: What `complete` was when the outputs were made.
+            complete: Whether it is the last of an optimizer step.
         """
         self.another()
-        if self._on and complete:
+        if self._on and not self._wrong and complete:
             self._under_way, self._right, self._left = True, False, []
             self._engine.gradients.data_parallel.expect(self._engine._stage_of, keep=True)
 
     def another(self) -> None:
-        """One more call in this step: what left early was not all. All ranks get here alike."""
+        """One more call in this step, or backward: what left early was not all.
+
+        Other ranks may have no other: they learn of it before the step (`settle`).
+        """
         if self._under_way:
             self._discard()
+            self._wrong = True
 
     def committed(self, params: Sequence[nn.Parameter], *, right: bool, grad: float | None = None) -> None:
         """A loss was differentiated, the gradients are in place.
@@ -90,21 +96,27 @@ class Ahead:
 
     def settle(self) -> None:
         """Keep what was summed early if it is right on all ranks. Collective over all ranks, before the reduction."""
-        if not self._under_way:
+        if not self._on:
             return
         same = not self._engine.gradients.data_parallel.grown and all(
             p.grad is g and _version(g) == version for p, g, version in self._left
         )
-        wrong = torch.tensor([0 if self._right and same else 1])
+        right = self._right and same if self._under_way else not self._wrong
+        wrong = torch.tensor([0 if right else 1])
         with self._engine.pulse.reducing():
             dist.all_reduce(wrong, group=self._engine.groups.world)
             if int(wrong):
                 self._discard()
-        self._under_way, self._left = False, []
+                self._on = False  # on all ranks at once
+        self._under_way, self._left, self._wrong = False, [], False
 
     def _discard(self) -> None:
         self._engine.gradients.data_parallel.discard()
-        self._under_way, self._left, self._on = False, [], False
+        self._under_way, self._left = False, []
+
+    def close(self) -> None:
+        """Nothing leaves any more."""
+        self._on = False
 
 
 class OneCall:

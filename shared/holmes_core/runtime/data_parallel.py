@@ -13,7 +13,7 @@ section 3.2.3). All ranks launch the same buckets in the same order, whatever ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -175,16 +175,20 @@ class DataParallel:
         self._completing: int | None = None
         self._overlap = overlap
         #: What gradients are multiplied by as they leave.
-        self.scale = 1.0
+        self.factor = 1.0
         #: Context of sums that begin while the script's own backward runs.
         self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
-        if overlap:
-            for param in self._bucket_of:
-                param.register_post_accumulate_grad_hook(self.accumulated)  # type: ignore[no-untyped-call]
+        told: Iterable[Any] = self._bucket_of if overlap else ()
+        self._hooks = [param.register_post_accumulate_grad_hook(self.accumulated) for param in told]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank steps the parameter and answers for it (rank 0 does where nothing is sharded)."""
         return self.owner.get(param, 0) == self.rank
+
+    def close(self) -> None:
+        """Follow no more backwards: the parameters may go on in another model."""
+        for hook in self._hooks:
+            hook.remove()
 
     # ---- while the last backward runs ----------------------------------------------------------------------------
     def expect(self, stage_of: Mapping[nn.Parameter, int], *, keep: bool) -> None:
@@ -295,16 +299,16 @@ class DataParallel:
             flat = grads[0].new_empty(sum(grad.numel() for grad in grads) + used.numel())
         if grads[0].device.type != "cpu":
             torch.cat([part.reshape(-1) for part in (*grads, used)], out=flat)
-            if self.scale != 1.0:
-                flat[: -used.numel()].mul_(self.scale)
+            if self.factor != 1.0:
+                flat[: -used.numel()].mul_(self.factor)
             return flat
         if target is None:
             bucket.home = flat
-        if self.scale == 1.0:
+        if self.factor == 1.0:
             return torch.cat([part.reshape(-1) for part in (*grads, used)], out=flat)
         start = 0  # one pass over memory, not two
         for grad in grads:
-            torch.mul(grad.reshape(-1), self.scale, out=flat[start : start + grad.numel()])
+            torch.mul(grad.reshape(-1), self.factor, out=flat[start : start + grad.numel()])
             start += grad.numel()
         flat[start:] = used
         return flat

@@ -87,9 +87,11 @@ class Pulse:
         v = self._values
         v[_BUSY] = 1
         self._do(2, begin)
-        yield
+        try:
+            yield
+        finally:  # a script may catch an error and go on
+            v[_BUSY] = 0
         now = time.monotonic()
-        v[_BUSY] = 0
         v[_SECONDS] += now - begin
         v[_COMPUTE] += now - begin
         self._do(6, now)

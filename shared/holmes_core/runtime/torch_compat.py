@@ -7,6 +7,8 @@ name yet. Tested with torch 2.13 and 2.14; another release that moved a name fai
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as _schedules
@@ -40,12 +42,24 @@ __all__ = [
     "ComputationType",
     "PipelineScheduleRuntime",
     "accumulator_of",
+    "after_backward",
     "get_schedule_class",
+    "in_backward",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
     "storage_is_shared",
 ]
+
+
+def in_backward() -> bool:
+    """Whether autograd runs a backward in this thread right now: what is called is recomputed for it, or a hook."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Call something when the backward that runs now has ended (as DistributedDataParallel does)."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 def storage_is_shared(tensor: Tensor) -> bool:

@@ -148,7 +148,7 @@ def test_gradients_are_scaled_as_they_leave(tmp_path: Path, owner: int | None) -
         owners = None if owner is None else dict.fromkeys(params, owner)
         one = DataParallel(params, owner=owners, group=dist.group.WORLD, count=lambda *_: None)
         one._buckets = _make_buckets(params, one.owner.get)
-        one.scale = 0.25
+        one.factor = 0.25
         for value in (4.0, 8.0):
             params[0].grad, params[1].grad = torch.full((3, 2), value).t(), torch.full((4,), value)
             one.reduce_gradients()
