@@ -238,6 +238,35 @@ def habits_of_one_rank(context: Context, *, habits: bool = True) -> dict[str, An
     return found
 
 
+def parts_by_themselves(context: Context) -> dict[str, float]:
+    return parts(Accelerator())
+
+
+def gradients_of_ones_own(context: Context) -> dict[str, Any]:
+    """Hooks that change gradients as they come, gradients that the script puts there, a closure."""
+    accelerator, model, optimizer, loader = prepare()
+    batch = next(iter(loader))
+
+    def halve(param: Any) -> None:
+        param.grad.mul_(0.5)
+
+    hooks = [param.register_post_accumulate_grad_hook(halve) for param in model.parameters()]
+    for _ in range(2):
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    for hook in hooks:
+        hook.remove()
+    params = [p for p in model.parameters() if p.requires_grad]
+    for param, grad in zip(params, torch.autograd.grad(model(**batch).loss, params), strict=True):
+        param.grad = grad
+    optimizer.step()
+    optimizer.step()  # once more with the same gradients
+    optimizer.zero_grad()
+    found = {"closure": error_of(lambda: optimizer.optimizer.step(lambda: model(**batch).loss))}
+    return {**found, "weights": accelerator.get_state_dict(model)}
+
+
 def parts_that_go_on(context: Context) -> dict[str, Any]:
     """Unfrozen too late; and a model that holds parts of one that was prepared before."""
     accelerator, model, optimizer, loader = prepare()

@@ -87,6 +87,23 @@ def test_what_one_replica_does_by_itself(farm: Farm) -> None:
     assert all("after loss.backward()" in found["inside"] for found in ranks)
 
 
+def test_three_replicas(farm: Farm) -> None:
+    for found in on_ranks(farm, "parts_by_themselves", {"dp": 3}):
+        assert max(found.values()) < 2e-6, found
+
+
+def test_gradients_that_the_script_makes_itself(farm: Farm) -> None:
+    """What changes after it has left is summed again, and what no backward has added is summed, too."""
+    found = on_ranks(farm, "gradients_of_ones_own", {"dp": 2})
+    expected = on_ranks(farm, "gradients_of_ones_own", {"dp": 2, "overlap": False})[0]
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found[0]["weights"][name], value, rtol=0, atol=1e-6, msg=name)
+    assert all("then optimizer.step()" in one["closure"] for one in found)
+    whole = on_ranks(farm, "gradients_of_ones_own", {"dp": 2, "sharding": "none"})[0]["weights"]
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(whole[name], value, rtol=0, atol=1e-6, msg=name)
+
+
 def test_parameters_of_before_and_after_prepare(farm: Farm) -> None:
     for found in on_ranks(farm, "parts_that_go_on", {"dp": 2}):
         assert "['late']" in found["late"]

@@ -92,6 +92,7 @@ class CallMode(CallState):
         self._rules = {False: engine.loss_rule, True: LossRule("items")}
         self._returns_loss: dict[Any, bool] = {}
         self._pending = False
+        self._summed: Any = WeakIdKeyDictionary()  # gradients that the last reduction left
         self.closed = self._warned = False
         self._versions: dict[nn.Parameter, int] = {}  # of gradients, as the last backward left them
         self._anchor = torch.zeros((), device=engine.device, requires_grad=True)
@@ -288,11 +289,14 @@ class CallMode(CallState):
 
     def reduce(self) -> None:
         """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
+        if self._direct is not None and not self._pending:  # gradients that the script has put there itself
+            params = self.engine.gradients.params.values()
+            self._pending = any(p.grad is not None and p.grad not in self._summed for p in params)
         if self._pending:
+            self._check_parameters()
             if self._direct is not None:
                 self._direct.reduces()
             self._pending = False
-            self._check_parameters()
             changed = any(p.grad is not None and p.grad._version != seen for p, seen in self._versions.items())
             if changed and dist.get_world_size() > 1:
                 warnings.warn(
@@ -305,10 +309,14 @@ class CallMode(CallState):
             with self._guard():
                 self._ahead.settle()
                 self.engine.reduce_gradients()
+            self._summed = WeakIdKeyDictionary()
+            for grad in [p.grad for p in self.engine.gradients.params.values() if p.grad is not None]:
+                self._summed[grad] = True
 
     def _check_parameters(self) -> None:
         known = set(self.engine.gradients.params.values())
-        late = [name for name, p in self.engine.root.named_parameters() if p.grad is not None and p not in known]
+        every = self.engine.root.named_parameters()
+        late = [name for name, p in every if p.requires_grad and p.grad is not None and p not in known]
         if late and dist.get_world_size() > 1:
             raise HolmesError(
                 seen=f"gradients of {len(late)} parameters that were frozen, or not there, at prepare: {late[:4]}",

@@ -78,8 +78,13 @@ class Ahead:
             self._discard()
             self._wrong = True
 
+    def ended(self) -> None:
+        """A backward that `begin_known` was told of has ended."""
+        if self._under_way:
+            self._right, self._left = True, list(self._engine.gradients.data_parallel.left)
+
     def committed(self, params: Sequence[nn.Parameter], *, right: bool, grad: float | None = None) -> None:
-        """A loss was differentiated, the gradients are in place.
+        """A guessed loss was differentiated, the gradients are in place.
 
         Args:
             params: This rank's trainable parameters.

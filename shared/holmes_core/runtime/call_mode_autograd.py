@@ -72,5 +72,5 @@ class Outputs(torch.autograd.Function):
             mode._ahead.begin_known(mode._ahead.complete)
             held.backward(by_index)
         mode.mark_backward()
-        mode._ahead.committed(list(mode.engine.gradients.params.values()), right=True)
+        mode._ahead.ended()
         return (None, None, *[None] * len(grads))

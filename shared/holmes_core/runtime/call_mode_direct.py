@@ -74,11 +74,9 @@ class Direct:
             What it returned.
         """
         engine = self._engine
-        if in_backward():  # it is recomputed
-            return run()
-        if self._backward is not None:  # one that failed; the script goes on
-            self._backward, self._grown, self._undone = None, False, False
-            self._ahead.another()
+        if in_backward():
+            return self._recomputed(run)
+        self._recover()
         self._complete = self._ahead.complete
         with (
             engine.pulse.batch(step=engine.batches_seen, micro_batches=1, train=True),
@@ -90,6 +88,25 @@ class Direct:
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._begins)  # type: ignore[no-untyped-call]
         return output
+
+    def _recomputed(self, run: Callable[[], Any]) -> Any:
+        if self._engine.plan.layout.tp > 1:
+            raise HolmesError(
+                seen="a call of the whole model inside a backward (torch.utils.checkpoint around it)",
+                where="the user's script",
+                means="with tensor parallelism each call has a seed of its own, so dropout would differ from the first",
+                do="recompute inside of the model (gradient_checkpointing_enable)",
+            )
+        return run()
+
+    def _recover(self) -> None:
+        """Forget a backward that has failed; the script goes on."""
+        if self._backward is None and not self._grown:
+            return
+        if self._undone and not self._grown:
+            self._scale(1.0 / self._parallel.size)
+        self._backward, self._grown, self._undone = None, False, False
+        self._ahead.another()
 
     def _seeded(self, run: Callable[[], Any]) -> Any:
         """Draw from the script's own generator, as any forward does; tensor-parallel ranks must draw the same."""
@@ -106,13 +123,14 @@ class Direct:
         Raises:
             HolmesError: A backward still makes them.
         """
-        if self._grown:
+        if self._grown and in_backward():
             raise HolmesError(
                 seen="an optimizer's step, or clipping, in the middle of a backward",
-                where="a hook on parameters (optimizer in backward, LOMO)",
+                where="a hook on parameters",
                 means="gradients are summed over replicas once per optimizer step, when all of them are there",
                 do="step after loss.backward()",
             )
+        self._recover()
         self._reduced = True
 
     def close(self) -> None:
@@ -156,8 +174,9 @@ class Direct:
     def _ended(self) -> None:
         if self._backward is None:  # another call came before the end, after an error
             return
-        grown, self._grown, self._complete = self._grown, False, None
+        grown, self._grown = self._grown, False
         if grown:
+            self._complete = None
             self._parallel.completing(None)
         elif self._undone:
             self._scale(1.0 / self._parallel.size)
@@ -166,4 +185,4 @@ class Direct:
         self._backward = None
         if grown:
             self._changed()
-            self._ahead.committed(self._params, right=True)
+            self._ahead.ended()

@@ -56,8 +56,19 @@ class CallState:
             if saved is not None:
                 state.load_optimizer_state(self.engine, optimizer, saved)
         self._hooked.add(optimizer)
-        optimizer.register_step_pre_hook(lambda *_: self.reduce())
+        optimizer.register_step_pre_hook(self._steps)
         optimizer.register_step_post_hook(lambda *_: self._stepped())
+
+    def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step; `args` begins with the optimizer."""
+        if (kwargs.get("closure") or (args[1] if len(args) > 1 else None)) and dist.get_world_size() > 1:
+            raise HolmesError(
+                seen=f"{type(optimizer).__name__}.step with a closure",
+                where="the user's script",
+                means="gradients are summed over ranks before the step, and the closure makes new ones inside of it",
+                do="call what is in the closure first, then optimizer.step()",
+            )
+        self.reduce()
 
     def _stepped(self) -> None:
         with self._guard():

@@ -171,6 +171,8 @@ class DataParallel:
         self._kept = False
         #: Whether a gradient that had left grew afterwards; only where gradients are kept, so that it can be put right.
         self.grown = False
+        #: What has left, where it is kept: parameter, gradient, and the gradient's version when it was copied.
+        self.left: list[tuple[nn.Parameter, Tensor | None, int]] = []
         self._expecting: Mapping[nn.Parameter, int] | None = None
         self._completing: int | None = None
         self._overlap = overlap
@@ -201,6 +203,7 @@ class DataParallel:
                 (`discard`). Otherwise a gradient that has left is None until then: its memory is free for the next.
         """
         self._expecting, self._kept, self.grown = stage_of, keep, False
+        self.left = []
         for bucket in self._buckets:
             bucket.missing = {p for part in bucket.parts.values() for p in part}
 
@@ -265,7 +268,9 @@ class DataParallel:
             # Experts may be idle on some ranks; a parameter that is unused on all of them must keep no gradient.
             used = torch.tensor([p.grad is not None for p in params]).to(grads[0], non_blocking=True)
             flat = self._flat(bucket, target, grads, used)
-            if not self._kept:
+            if self._kept:
+                self.left += [(p, p.grad, -1 if p.grad is None else p.grad._version) for p in params]
+            else:
                 for param in params:
                     param.grad = None
             bucket.sums[target] = [flat]
