@@ -323,7 +323,8 @@ def draw(results: Results, settings: Sequence[str], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    systems = list(dict.fromkeys(VARIANTS[name].system for _, name in results))
+    systems = sorted({VARIANTS[name].system for _, name in results})
+    systems.sort(key=lambda system: not system.startswith("Holmes"))
     figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
     width = 0.8 / len(systems)
     top = 4 * max(best_of(results, s).get("Holmes", (1.0, ""))[0] for s in settings)
