@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,7 +20,7 @@ from holmes_core.runtime.engine import Engine
 __all__ = ["CallState"]
 
 
-class CallState:
+class CallState(ABC):
     """The part of `CallMode` about optimizers and state.
 
     Attributes:
@@ -33,12 +34,13 @@ class CallState:
     _new: Any  # parameters before the split: those after it
     _hooked: WeakSet[torch.optim.Optimizer]  # those whose steps are followed
 
+    @abstractmethod
     def reduce(self) -> None:
-        """Sum new gradients."""
-        raise NotImplementedError
+        """Sum new gradients over replicas and over stages that share parameters. Collective over all ranks."""
 
+    @abstractmethod
     def _check_open(self) -> None:
-        raise NotImplementedError
+        """Raise where the model was given back."""
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let an optimizer step this rank's part: replace parameters that the split replaced, and follow its steps.
