@@ -129,6 +129,7 @@ def ahead(context: Context) -> dict[str, Any]:
                 if habit == "by_hand" and index % 2 == 0:
                     continue
                 optimizer.step()
+                assert not parallel.left, "gradients of the step before are kept"
                 if not habit.startswith("zero"):
                     optimizer.zero_grad()
         found[habit] = {"early": early, "weights": accelerator.get_state_dict(model)}

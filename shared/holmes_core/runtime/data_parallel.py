@@ -119,7 +119,7 @@ class _Bucket:
 
     parts: dict[int | None, list[nn.Parameter]]
     missing: set[nn.Parameter] = field(default_factory=set)  # not complete yet in this step
-    left: bool = False  # whether it is under way
+    left: bool = False  # whether it has left in this step
     home: Tensor | None = None  # where it is summed in each step, on processors
     works: list[Any] = field(default_factory=list)
     sums: dict[int | None, list[Tensor]] = field(default_factory=dict)  # target: the buffers that add up to its sum
@@ -206,6 +206,7 @@ class DataParallel:
         self.left = []
         for bucket in self._buckets:
             bucket.missing = {p for part in bucket.parts.values() for p in part}
+            bucket.left = False
 
     def completing(self, stage: int | None) -> None:
         """The backward of a stage's last micro-batch begins (None: it has ended)."""
@@ -243,7 +244,7 @@ class DataParallel:
         self._kept = False
         for bucket in self._buckets[self._launched :]:
             self._launch(bucket)
-        self._launched, self._expecting, self._completing = 0, None, None
+        self._forget()
         for bucket in self._buckets:
             self._finish(bucket)
 
@@ -254,8 +255,11 @@ class DataParallel:
                 work.wait()
             bucket.works.clear()
             bucket.sums.clear()
-            bucket.left = False
+        self._forget()
+
+    def _forget(self) -> None:
         self._launched, self._expecting, self._completing = 0, None, None
+        self.left = []  # their memory is the next step's
 
     # ---- one bucket ----------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -337,7 +341,6 @@ class DataParallel:
                 param.grad = part if count else None
         bucket.works.clear()
         bucket.sums.clear()
-        bucket.left = False
 
     def broadcast_parameters(self) -> None:
         """Hand the values that owners stepped to the other ranks."""
