@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import sys
 import warnings
@@ -237,6 +238,19 @@ def habits_of_one_rank(context: Context, *, habits: bool = True) -> dict[str, An
     model.transformer.wte.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
     found["inside"] = error_of(lambda: accelerator.backward(model(**first).loss))
     return found
+
+
+def optimizers_that_come_and_go(context: Context) -> int:
+    """How many of twenty optimizers, each made where the one before was, are followed by the model."""
+    _, model, *_ = prepare()
+    followed = 0
+    for _ in range(20):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model._holmes_call_mode.adopt(optimizer)
+        followed += len(optimizer._optimizer_step_pre_hooks)
+        del optimizer
+        gc.collect()
+    return followed
 
 
 def parts_by_themselves(context: Context) -> dict[str, float]:

@@ -87,6 +87,10 @@ def test_what_one_replica_does_by_itself(farm: Farm) -> None:
     assert all("after loss.backward()" in found["inside"] for found in ranks)
 
 
+def test_an_optimizer_in_the_place_of_one_that_is_gone(farm: Farm) -> None:
+    assert on_ranks(farm, "optimizers_that_come_and_go", {"dp": 2}) == [20, 20]
+
+
 def test_three_replicas(farm: Farm) -> None:
     for found in on_ranks(farm, "parts_by_themselves", {"dp": 3}):
         assert max(found.values()) < 2e-6, found
