@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank runs in lab_throughput.py: the same GPT, batch and data under Holmes and under its peers.
 
-Every function trains for `steps` steps and returns the clock after each of them, as rank 0 sees it.
+Every function trains for `steps` steps and reports the end of each to `after_step`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-#: Under Holmes, after each step so far: seconds this rank computed, bytes it sent to other clusters, and those of them
-#: that are sums of gradients or parameters.
-NOTES: list[tuple[float, int, int]] = []
-LENGTH, VOCAB, LAYERS, WIDTH, HEADS = 128, 4096, 11, 448, 7
+#: What one step took: its end on this rank's clock; under Holmes also, summed since the start: seconds this rank
+#: computed, bytes it sent to other clusters, and those of them that are sums of gradients or parameters.
+Note = tuple[float, float, int, int]
+NOTES: list[Note] = []
+#: Called after each step, with its note in NOTES: may wait.
+WAIT: list[Callable[[], None]] = []
+LENGTH, VOCAB, LAYERS, WIDTH, HEADS = 128, 7168, 11, 448, 7
 RANKS = 4
+SIZE = f"A GPT-2 of 30 M parameters ({LAYERS} blocks, tied embedding)"
 
 
 def model(*, tied: bool = True) -> Any:
-    """Return a GPT-2 of 28 M parameters, the same on every rank."""
+    """Return a GPT-2 of 30 M parameters, the same on every rank."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -45,27 +49,30 @@ def optimizer(params: Any) -> Any:
     return torch.optim.AdamW(params, lr=1e-4)
 
 
-def note(engine: Any) -> None:
-    """Write down what a step of Holmes took; nothing for others.
+def after_step(engine: Any = None) -> None:
+    """Write down what a step took.
 
     Args:
         engine: Holmes' engine, or None.
     """
     from holmes_core.runtime.watchdog import Watchdog
 
-    if engine is None or (watch := Watchdog.running()) is None:
-        return
-    compute = watch.pulse.times(watch.pulse.values())[3]
-    topology, axes = engine.plan.topology, {group.name: group.axis for group in engine.plan.groups}
-    across = [
-        (axes.get(name, "shared"), sent)
-        for name, ranks, sent in engine.groups.traffic.rows()
-        if len({topology.cluster_index(rank) for rank in ranks}) > 1
-    ]
-    NOTES.append((compute, sum(n for _, n in across), sum(n for axis, n in across if axis == "dp")))
+    now = time.perf_counter()
+    compute, across = 0.0, []
+    if engine is not None and (watch := Watchdog.running()) is not None:
+        compute = watch.pulse.times(watch.pulse.values())[3]
+        topology, axes = engine.plan.topology, {group.name: group.axis for group in engine.plan.groups}
+        across = [
+            (axes.get(name, "shared"), sent)
+            for name, ranks, sent in engine.groups.traffic.rows()
+            if len({topology.cluster_index(rank) for rank in ranks}) > 1
+        ]
+    NOTES.append((now, compute, sum(n for _, n in across), sum(n for axis, n in across if axis == "dp")))
+    for wait in WAIT:
+        wait()
 
 
-def lightning(strategy: Any, *, batch: int, steps: int, shard: Callable[[Any, Any], None] | None = None) -> list[float]:
+def lightning(strategy: Any, *, batch: int, steps: int, shard: Callable[[Any, Any], None] | None = None) -> None:
     """Train with Lightning.
 
     Args:
@@ -81,10 +88,9 @@ def lightning(strategy: Any, *, batch: int, steps: int, shard: Callable[[Any, An
         def __init__(self) -> None:
             super().__init__()
             self.model = model()
-            self.clock: list[float] = []
 
         def configure_model(self) -> None:
-            if shard is not None and not self.clock:
+            if shard is not None and not NOTES:
                 shard(self.model, self.device_mesh)
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -94,20 +100,17 @@ def lightning(strategy: Any, *, batch: int, steps: int, shard: Callable[[Any, An
             return optimizer(self.parameters())
 
         def on_train_batch_end(self, *_: Any) -> None:
-            self.clock.append(time.perf_counter())
-            note(getattr(self.trainer.strategy, "_engine", None))
+            after_step(getattr(self.trainer.strategy, "_engine", None))
 
     loader = torch.utils.data.DataLoader(rows(batch * RANKS * (steps + 1)), batch_size=batch)
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, num_nodes=RANKS, max_steps=steps, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module = Module()
-    trainer.fit(module, loader)
-    return module.clock
+    trainer.fit(Module(), loader)
 
 
-def accelerate(*, batch: int, steps: int, **options: Any) -> list[float]:
+def accelerate(*, batch: int, steps: int, **options: Any) -> None:
     """Train with a loop of Accelerate's; `options` go to Accelerator. Under Holmes nothing here changes."""
     import torch
     from accelerate import Accelerator
@@ -116,20 +119,17 @@ def accelerate(*, batch: int, steps: int, **options: Any) -> list[float]:
     loader = torch.utils.data.DataLoader(rows(batch * RANKS * (steps + 1)), batch_size=batch)
     network = model()
     network, optim, loader = accelerator.prepare(network, optimizer(network.parameters()), loader)
-    clock: list[float] = []
     for one in loader:
         loss = network(**one).loss
         accelerator.backward(loss)
         optim.step()
         optim.zero_grad()
-        clock.append(time.perf_counter())
-        note(getattr(vars(network).get("_holmes_call_mode"), "engine", None))
-        if len(clock) == steps:
+        after_step(getattr(vars(network).get("_holmes_call_mode"), "engine", None))
+        if len(NOTES) == steps:
             break
-    return clock
 
 
-def composed(*, batch: int, steps: int, microbatches: int, reshard: bool) -> list[float]:
+def composed(*, batch: int, steps: int, microbatches: int, reshard: bool) -> None:
     """Train with torch.distributed.pipelining and FSDP2 put together as torchtitan does: mesh (pp, dp), rank order.
 
     The head has a weight of its own: torch's pipelining does not sum the gradients of tied ones. That is less traffic.
@@ -174,15 +174,13 @@ def composed(*, batch: int, steps: int, microbatches: int, reshard: bool) -> lis
     stage = PipelineStage(part, stage_index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, microbatches, loss_fn=loss_of)
     data = rows(batch * (steps + 1) * 2)[mesh["dp"].get_local_rank() :: 2]
-    clock: list[float] = []
     for step in range(steps):
         ids = torch.stack([r["input_ids"] for r in data[step * batch : (step + 1) * batch]])
         schedule.step(*([ids] if stage_index == 0 else []), target=ids if stage_index == 1 else None)
         optim.step()
         optim.zero_grad()
-        clock.append(time.perf_counter())
+        after_step()
     dist.destroy_process_group()
-    return clock
 
 
 def shard_blocks(reshard: bool) -> Callable[[Any, Any], None]:
@@ -198,7 +196,7 @@ def shard_blocks(reshard: bool) -> Callable[[Any, Any], None]:
     return shard
 
 
-def train(kind: str, options: dict[str, Any], *, batch: int, steps: int) -> list[float]:
+def train(kind: str, options: dict[str, Any], *, batch: int, steps: int) -> None:
     """Be one rank of a system.
 
     Args:
@@ -212,36 +210,33 @@ def train(kind: str, options: dict[str, Any], *, batch: int, steps: int) -> list
     torch.set_num_threads(1)
     own = batch // options.get("replicas", RANKS)
     if kind == "holmes":
-        return lightning("holmes", batch=own, steps=steps)
-    if kind in ("holmes_accelerate", "accelerate_ddp"):
+        lightning("holmes", batch=own, steps=steps)
+    elif kind in ("holmes_accelerate", "accelerate_ddp"):
         handlers = []
         if "bucket_cap_mb" in options:
             from accelerate import DistributedDataParallelKwargs
 
             handlers = [DistributedDataParallelKwargs(bucket_cap_mb=options["bucket_cap_mb"])]
-        return accelerate(batch=own, steps=steps, kwargs_handlers=handlers)
-    if kind == "accelerate_fsdp2":
+        accelerate(batch=own, steps=steps, kwargs_handlers=handlers)
+    elif kind == "accelerate_fsdp2":
         from accelerate import FullyShardedDataParallelPlugin
 
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["GPT2Block"],
             reshard_after_forward=options["reshard"],
         )  # fmt: skip
-        return accelerate(batch=own, steps=steps, fsdp_plugin=plugin)
-    if kind == "composed":
-        return composed(batch=own, steps=steps, microbatches=options["microbatches"], reshard=options["reshard"])
-    from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+        accelerate(batch=own, steps=steps, fsdp_plugin=plugin)
+    elif kind == "composed":
+        composed(batch=own, steps=steps, microbatches=options["microbatches"], reshard=options["reshard"])
+    elif kind == "ddp":
+        from lightning.pytorch.strategies import DDPStrategy
 
-    if kind == "ddp":
         more = {"bucket_cap_mb": options["bucket_cap_mb"], "gradient_as_bucket_view": True}
-        return lightning(DDPStrategy(process_group_backend="gloo", **more), batch=own, steps=steps)
-    if kind == "fsdp2":
+        lightning(DDPStrategy(process_group_backend="gloo", **more), batch=own, steps=steps)
+    elif kind == "fsdp2":
+        from lightning.pytorch.strategies import ModelParallelStrategy
+
         strategy = ModelParallelStrategy(data_parallel_size=RANKS, tensor_parallel_size=1, process_group_backend="gloo")
-        return lightning(strategy, batch=own, steps=steps, shard=shard_blocks(options["reshard"]))
-    raise ValueError(kind)
-
-
-def step_seconds(clock: list[float], warm_up: int) -> Iterator[float]:
-    """Yield the seconds of each step after the first `warm_up`."""
-    for before, after in zip(clock[warm_up - 1 :], clock[warm_up:], strict=False):
-        yield after - before
+        lightning(strategy, batch=own, steps=steps, shard=shard_blocks(options["reshard"]))
+    else:
+        raise ValueError(kind)

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lab_throughput
+import lab_settings
 
 STEPS = 4
 Record = tuple[str, int, int, float, float]  # kind, stage, micro-batch, start, end
@@ -73,7 +73,7 @@ def be(name: str, replicas: int, out: str) -> None:
 
     records: list[Record] = []
     watch(records)
-    variant = lab_throughput.VARIANTS[name]
+    variant = lab_settings.VARIANTS[name]
     lab_systems.train(variant.kind, {**variant.options, "replicas": replicas}, batch=32, steps=STEPS)
     Path(out, f"records.{os.environ['RANK']}").write_text(json.dumps(records))
 
@@ -86,8 +86,8 @@ def step_of(records: list[Record]) -> list[Record]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--setting", choices=lab_throughput.TITLES, default="hybrid8")
-    parser.add_argument("--variant", choices=lab_throughput.VARIANTS, default="holmes")
+    parser.add_argument("--setting", choices=lab_settings.TITLES, default="hybrid8")
+    parser.add_argument("--variant", choices=lab_settings.VARIANTS, default="holmes")
     parser.add_argument("--out", default="lab_timeline.png")
     parser.add_argument("--be", nargs=2, metavar=("REPLICAS", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -96,11 +96,16 @@ def main() -> None:
         return
     from holmes_core.report.timeline import write_png
 
-    title = f"{lab_throughput.TITLES[args.setting]}: {lab_throughput.VARIANTS[args.variant].label}"
+    title = f"{lab_settings.TITLES[args.setting]}: {lab_settings.VARIANTS[args.variant].label}"
     with tempfile.TemporaryDirectory(prefix="holmes-bench-") as folder:
         words = [sys.executable, __file__, "--variant", args.variant]
-        status, lines = lab_throughput.run(
-            args.setting, args.variant, lambda replicas: [*words, "--be", str(replicas), folder], Path(folder)
+        lines: list[str] = []
+        status = lab_settings.run(
+            args.setting,
+            args.variant,
+            lambda replicas: [*words, "--be", str(replicas), folder],
+            Path(folder),
+            write=lines.append,
         )
         if status:
             raise SystemExit("\n".join(line for line in lines if "Error" in line) or "\n".join(lines[-20:]))

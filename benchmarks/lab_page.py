@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The result page of lab_throughput.py, and its picture."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from lab_settings import FABRIC, TITLES, VARIANTS, bound, host_cpus
+from lab_turns import Key, Run
+
+Results = dict[Key, list[Run]]
+#: One fabric, as the job plans itself: in every sitting, and what all others are compared with.
+REFERENCE: Key = ("homogeneous", "planned")
+
+
+def seconds(results: Results, key: Key) -> list[float]:
+    """Return seconds of each step that counts."""
+    return [one for run in results[key] for turn in run.turns for one in turn]
+
+
+def speeds(results: Results, key: Key, base: Key = REFERENCE) -> list[float]:
+    """Return, for each turn, how fast a job was as a part of another's speed in the same round of the same sitting."""
+    found = []
+    for run in results[key]:
+        for other in results.get(base, []):
+            if other.sitting == run.sitting:
+                pairs = zip(other.turns, run.turns, strict=False)
+                found += [statistics.median(theirs) / statistics.median(own) for theirs, own in pairs]
+    return found
+
+
+def best_of(results: Results, setting: str) -> dict[str, Key]:
+    """Return each system's best variant in a setting, by its median speed."""
+    found: dict[str, Key] = {}
+    for key in results:
+        if key[0] == setting and speeds(results, key):
+            system = VARIANTS[key[1]].system
+            found[system] = max(found.get(system, key), key, key=lambda one: statistics.median(speeds(results, one)))
+    return found
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the quartiles; of one value, that value thrice."""
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    return low, middle, high
+
+
+def page(results: Results, failures: dict[Key, str], words: str, batch: int) -> str:
+    """Return the result page."""
+    from lab_systems import LENGTH, SIZE
+
+    settings = [setting for setting in TITLES if any(where == setting for where, _ in results)]
+    lines = [
+        "# Training speed in the lab",
+        "",
+        f"{SIZE}, {batch} x {LENGTH} tokens per step, AdamW, fp32; 4 "
+        f"hosts with one rank and {host_cpus():g} CPUs each, fabric {FABRIC / 1e9:g} Gbit/s.",
+        f"torch {version('torch')}, lightning {version('lightning')}, accelerate {version('accelerate')}, transformers "
+        f"{version('transformers')}, Python {platform.python_version()}, Linux {platform.release()}.",
+        "",
+        f"`python benchmarks/lab_throughput.py {words}`. Jobs of a sitting train in turn, some steps each; speeds are "
+        "medians over turns, each against Holmes on one fabric in the same round. Of each system the best variant "
+        "counts.",
+        "",
+        "![seconds per step](lab.png)",
+        "",
+        "| setting | system | best variant | speed (one fabric: 1) | against Holmes | s/step | tokens/s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for setting in settings:
+        found = best_of(results, setting)
+        ours = statistics.median(speeds(results, found["Holmes"])) if "Holmes" in found else None
+        ranked = {system: statistics.median(speeds(results, key)) for system, key in found.items()}
+        for system, speed in sorted(ranked.items(), key=lambda item: -item[1]):
+            middle = statistics.median(seconds(results, found[system]))
+            against = f"{ours / speed:.2f} x" if ours else "-"
+            lines.append(
+                f"| {TITLES[setting]} | {system} | {VARIANTS[found[system][1]].label} | {speed:.2f} | {against} | "
+                f"{middle:.2f} | {batch * LENGTH / middle:.0f} |"
+            )
+    lines += [
+        "",
+        "## Every variant",
+        "",
+        "| setting | system | variant | speed, quartiles | rounds | s/step | busiest rank computes | "
+        "MB between clusters |",
+    ]
+    lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
+    for key in sorted(results, key=lambda key: (list(TITLES).index(key[0]), list(VARIANTS).index(key[1]))):
+        runs, middle = results[key], statistics.median(seconds(results, key))
+        computes = statistics.median(run.computes for run in runs)
+        part = f"{computes:.2f} s, {computes / middle:.0%}" if computes else "-"
+        sent = "-"
+        if computes and (least := bound(key[0], batch)):
+            total, sums = (statistics.median(run.across[kind] for run in runs) for kind in (0, 1))
+            sent = f"{total / 1e6:.1f} ({total / least:.2f} of the bound; sums of gradients {sums / 1e6:.1f})"
+        found_speeds = speeds(results, key)
+        low, half, high = quartiles(found_speeds or [float("nan")])
+        lines.append(
+            f"| {TITLES[key[0]]} | {VARIANTS[key[1]].system} | {VARIANTS[key[1]].label} | {half:.3f} ({low:.2f} - "
+            f"{high:.2f}) | {len(found_speeds)} in {len(runs)} | {middle:.2f} | {part} | {sent} |"
+        )
+    lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | 0 | {why} | - | - |" for (s, n), why
+              in failures.items()]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draw how fast each system is: a group of bars per setting, a bar per system."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    settings = [setting for setting in TITLES if any(where == setting for where, _ in results)]
+    systems = sorted({VARIANTS[name].system for _, name in results})
+    systems.sort(key=lambda system: not system.startswith("Holmes"))
+    figure, axes = plt.subplots(figsize=(10, 4.5), layout="constrained")
+    width = 0.8 / len(systems)
+    for place, system in enumerate(systems):
+        for group, setting in enumerate(settings):
+            key = best_of(results, setting).get(system)
+            if key is None:
+                continue
+            speed = statistics.median(speeds(results, key))
+            x = group + (place - (len(systems) - 1) / 2) * width
+            axes.bar(x, speed, width * 0.92, color=f"C{place}", label=system)
+            axes.text(x, speed, f"{speed:.2f}", ha="center", va="bottom", fontsize=6)
+    titles = [TITLES[s].replace(", Eth", "\nEth").replace(", at", "\nat") for s in settings]
+    axes.set_xticks(range(len(settings)), titles, fontsize=8)
+    axes.set_ylabel("speed; Holmes on one fabric is 1")
+    axes.axhline(1.0, color="grey", linewidth=0.6, zorder=0)
+    handles, labels = axes.get_legend_handles_labels()
+    unique = dict(zip(labels, handles, strict=True))
+    axes.legend(unique.values(), unique.keys(), fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=130)
