@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5, help="of each job in a sitting")
     parser.add_argument("--steps", type=int, default=3, help="of a turn; the first does not count")
-    parser.add_argument("--together", type=int, default=5, help="jobs of a sitting (a job takes about 3 GiB of memory)")
+    parser.add_argument("--together", type=int, default=4, help="jobs of a sitting (each takes about 5 GiB of memory)")
     parser.add_argument("--batch", type=int, default=32, help="sequences of the whole job per step")
     parser.add_argument("--out", help="the page; a bar chart of the same name goes beside it, and the times as JSON")
     parser.add_argument("--add", action="store_true", help="add to the times that --out has already")

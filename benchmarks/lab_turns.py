@@ -152,7 +152,8 @@ def sit(
     try:
         for place, key in enumerate(keys):  # one after the other: each measures the machine as it starts
             jobs.append(_Job(key, folder / str(place), words))
-            jobs[-1].wait(0, START + WARM_UP * SLOWEST)
+            if not jobs[-1].wait(0, START + WARM_UP * SLOWEST) and place == 0:
+                return {}, {key: jobs[-1].failure}  # nothing to compare with
         for turn in range(turns):
             live = [job for job in jobs if not job.failure]
             for job in live if turn % 2 == 0 else live[::-1]:

@@ -400,6 +400,8 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         engine = self._engine
         self._restore_late = None
         with self._named_failures():
+            if engine is not None:
+                engine.gradients.settle(wait=not self._failed)
             self._finish_saving(together=not self._failed)
         if self._feeds is not None:
             self._feeds.release()

@@ -120,7 +120,8 @@ class HolmesConfig(Value):
     with another number of micro-batches. Decided by prediction where the job measures, else false."""
 
     overlap: bool = True
-    """Whether gradients are summed over replicas while the last backward of a step still runs."""
+    """Whether gradients are summed over replicas while the last backward of a step still runs, and stepped parameters
+    are handed out to the others while the next forward does."""
 
     virtual_stages: int | None = None
     """Stages per rank. 1 for 1f1b and gpipe, 2 or more for the interleaved schedules, 2 for zbv and dualpipev."""

@@ -174,8 +174,9 @@ class CostModel:
             edges=edges,
             sent=x * profile.boundary_bytes,
             copy_seconds=tuple(copied for copied, *_ in gradient),
-            reduce_seconds=tuple(seconds for _, seconds, _, _ in gradient),
-            gather_seconds=tuple(seconds for _, _, seconds, _ in gradient),
+            reduce_seconds=tuple(seconds for _, seconds, *_ in gradient),
+            gather_seconds=tuple(seconds for _, _, seconds, *_ in gradient),
+            spread_seconds=tuple(seconds for *_, seconds, _ in gradient),
             gradient_bytes=tuple(moved for *_, moved in gradient),
             optimizer_seconds=tuple(
                 n * job.trainable * (measured.optimizer / owners)
@@ -192,6 +193,7 @@ class CostModel:
             limit_bytes=tuple(self._limits[place.cluster] for place in places),
             num_microbatches=max(1, -(-job.samples(dp) // x)),
             covering=tuple(self._covering(choice, rank, backward) for rank in range(pp)),
+            opening=tuple(forward[choice.stages_of(rank)[0]] for rank in range(pp)),
             shown=SHOWN_ON_CPU if job.device_type == "cpu" else SHOWN,
         )
 
@@ -235,7 +237,8 @@ class CostModel:
             )
             mean = sum(costs.activation_bytes[stage] for stage in stages) / v
             memory.append(costs.memory_bytes(rank, int(held * mean)))
-        exposed = [costs.exposed_reduce(rank, self.job.overlap) + costs.gather_seconds[rank] for rank in range(pp)]
+        overlap = self.job.overlap
+        exposed = [costs.exposed_reduce(rank, overlap) + costs.exposed_gather(rank, overlap) for rank in range(pp)]
         gradient = max(exposed) + costs.tied_seconds
         return self.assemble(choice, costs, pipeline, tuple(memory), gradient)
 
@@ -287,11 +290,16 @@ class CostModel:
         whole = choice.schedule not in ZERO_BUBBLE and not (choice.split and rank)
         return backward[choice.stages_of(rank)[0]] * (1.0 if whole else SPLIT_BACKWARD[1])
 
-    def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float, float]:
-        """Seconds to put a stage's gradients together, to sum them, to hand out parameters; bytes between hosts."""
+    def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float, float, float]:
+        """What the end of a step takes for a stage.
+
+        Returns:
+            Seconds to put gradients together, and on their way; of parameters on their way, and to put them into
+            messages and out of them; bytes between hosts.
+        """
         dp, tp = choice.dp, choice.tp
         if dp == 1:
-            return 0.0, 0.0, 0.0, 0.0
+            return 0.0, 0.0, 0.0, 0.0, 0.0
         part = (dp - 1) / dp * parameters
         # To the owners and back as parameters; or all around, so that every replica has the sums.
         reduced = part * self.bytes.gradients * (2 if choice.sharding == "none" else 1)
@@ -306,13 +314,14 @@ class CostModel:
         between = self.network.ring_bandwidth(place, dp)
         if not between:
             local = self.network.local_bandwidth(place.cluster)
-            return before, reduced / local, handed_out / local + after, 0.0
+            return before, reduced / local, handed_out / local, after, 0.0
         # One ring per tp rank, all through the same ports.
         hosts = place.last_host - place.first_host + 1
         return (
             before,
             tp * reduced / between,
-            tp * handed_out / between + after,
+            tp * handed_out / between,
+            after,
             tp * (reduced + handed_out) * hosts,
         )
 

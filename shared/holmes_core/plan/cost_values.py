@@ -181,7 +181,8 @@ class StageCosts:
         sent: Bytes one rank sends over an edge per micro-batch, in each direction.
         copy_seconds: Per pp rank, per step: gradients are copied together, and added up.
         reduce_seconds: The same: they are on their way.
-        gather_seconds: The same: parameters are handed out.
+        gather_seconds: The same: parameters are on their way to those who did not step them.
+        spread_seconds: The same: they are put into messages, and out of them.
         gradient_bytes: Per pp rank: what its rings move between hosts in one step.
         optimizer_seconds: Per pp rank, per step.
         tied_seconds: Per step: gradients of the weights that first and last stage share.
@@ -192,7 +193,8 @@ class StageCosts:
         limit_bytes: Per pp rank: memory that can be used.
         num_microbatches: Per step and replica.
         covering: Per pp rank: the backward pass under which the last of its gradients travel; 0: none does.
-        shown: Part of their way that it cannot hide.
+        opening: Per pp rank: the forward pass under which its parameters come.
+        shown: Part of their way that these cannot hide.
     """
 
     forward: tuple[float, ...]
@@ -202,6 +204,7 @@ class StageCosts:
     copy_seconds: tuple[float, ...]
     reduce_seconds: tuple[float, ...]
     gather_seconds: tuple[float, ...]
+    spread_seconds: tuple[float, ...]
     gradient_bytes: tuple[float, ...]
     optimizer_seconds: tuple[float, ...]
     tied_seconds: float
@@ -212,6 +215,7 @@ class StageCosts:
     limit_bytes: tuple[int, ...]
     num_microbatches: int
     covering: tuple[float, ...]
+    opening: tuple[float, ...]
     shown: float = SHOWN
     embedded: Edge | None = None
 
@@ -239,6 +243,13 @@ class StageCosts:
         if self.covering[rank]:
             travel = max(travel * self.shown, travel - self.covering[rank])
         return self.copy_seconds[rank] + travel
+
+    def exposed_gather(self, rank: int, overlap: float | None) -> float:
+        """Return how much longer a step takes because a pp rank's parameters are handed out."""
+        travel = self.gather_seconds[rank]
+        if overlap is None:  # blocks run as theirs are there
+            travel = max(travel * self.shown, travel - self.opening[rank])
+        return self.spread_seconds[rank] + travel
 
     def port_seconds(self) -> float:
         """Return how long the busiest port sends per micro-batch."""

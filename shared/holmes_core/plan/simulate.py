@@ -124,7 +124,7 @@ def _costs_of(model: CostModel, choice: Choice) -> tuple[StageCosts, tuple[Stage
     first = choice.micro_batch_size // 2
     sizes = (first, choice.micro_batch_size - first)
     ends = tuple(model.stage_costs(replace(choice, micro_batch_size=size)) for size in sizes)
-    return replace(costs, covering=ends[-1].covering), ends
+    return replace(costs, covering=ends[-1].covering, opening=ends[0].opening), ends
 
 
 def _orders_of(choice: Choice, num_microbatches: int) -> list[list[Action]]:
@@ -155,7 +155,7 @@ def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float | None
     ready = max(max(summed), max(ends) + costs.tied_seconds)
     done = 0.0
     for rank, seconds in enumerate(costs.optimizer_seconds):
-        gather = costs.gather_seconds[rank]
+        gather = costs.exposed_gather(rank, overlap)
         events.append(Event(rank, "optimizer", -1, -1, ready, ready + seconds))
         if gather:
             events.append(Event(rank, "gather", -1, -1, ready + seconds, ready + seconds + gather))

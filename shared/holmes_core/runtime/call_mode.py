@@ -260,7 +260,7 @@ class CallMode(CallState):
         self._ahead.close()
         if self._direct is not None:
             self._direct.close()
-        self.engine.gradients.data_parallel.close()
+        self.engine.gradients.close()
         self.engine.groups.close()
 
     def _check_open(self) -> None:

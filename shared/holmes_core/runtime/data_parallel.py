@@ -4,7 +4,7 @@
 Each parameter is owned by one rank of the data-parallel group. Gradients are summed to their owner; only the owner
 keeps a gradient, so only there does the optimizer step and hold state (ZeRO stage 1, Rajbhandari et al. 2020, section
 5.1). Whole parameters are owned, not slices: any torch optimizer works unchanged, those that look at a whole matrix
-included. Afterwards owners broadcast the new values.
+included. Afterwards owners hand out the new values (`holmes_core.runtime.hand_out`).
 
 Gradients travel in buckets of neighbouring parameters, in the order in which a backward pass completes them, and each
 bucket leaves as soon as the last backward of the step has completed it (as in DistributedDataParallel, Li et al. 2020,
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.torch_compat import storage_is_shared
 
-__all__ = ["DataParallel", "assign_owners", "sum_over"]
+__all__ = ["Count", "DataParallel", "assign_owners", "by_dtype", "flatten", "sum_over", "unflatten_into"]
 
+#: Told of each tensor that is handed to a group.
 Count = Callable[[dist.ProcessGroup, Tensor], None]
 
 
@@ -50,18 +51,21 @@ def assign_owners(sizes: Sequence[int], num_ranks: int, load: Sequence[int] | No
     return owners
 
 
-def _flatten(tensors: Sequence[Tensor]) -> Tensor:
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Copy tensors of one dtype into one of a dimension."""
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
-def _unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def unflatten_into(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy what `flatten` has put together back."""
     offset = 0
     for tensor in tensors:
         tensor.copy_(flat[offset : offset + tensor.numel()].view_as(tensor))
         offset += tensor.numel()
 
 
-def _by_dtype(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+def by_dtype(params: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Group parameters by dtype."""
     groups: dict[torch.dtype, list[nn.Parameter]] = {}
     for param in params:
         groups.setdefault(param.dtype, []).append(param)
@@ -87,14 +91,14 @@ def sum_over(
         count: Told what is sent.
     """
     present = [p for p, used in zip(params, _presence(params, control), strict=True) if used]
-    for same in _by_dtype(present):
-        flat = _flatten([p.grad if p.grad is not None else torch.zeros_like(p) for p in same])
+    for same in by_dtype(present):
+        flat = flatten([p.grad if p.grad is not None else torch.zeros_like(p) for p in same])
         count(group, flat)
         dist.all_reduce(flat, group=group)
         for param in same:
             if param.grad is None:
                 param.grad = torch.empty_like(param)
-        _unflatten_into(flat, [p.grad for p in same if p.grad is not None])
+        unflatten_into(flat, [p.grad for p in same if p.grad is not None])
 
 
 def _grown(param: nn.Parameter) -> HolmesError:
@@ -107,8 +111,6 @@ def _grown(param: nn.Parameter) -> HolmesError:
     )
 
 
-#: Bytes from which a parameter travels by itself when it is handed out.
-_LARGE = 2**18
 #: A bucket is complete at this size; smaller for small models, so that there are about 8 of them.
 BUCKET_BYTES = 25 * 2**20
 
@@ -341,32 +343,3 @@ class DataParallel:
                 param.grad = part if count else None
         bucket.works.clear()
         bucket.sums.clear()
-
-    def broadcast_parameters(self) -> None:
-        """Hand the values that owners stepped to the other ranks."""
-        if self.size == 1 or not self.shard_optimizer:
-            return
-        works: list[tuple[Any, Tensor, list[nn.Parameter], int]] = []
-
-        def hand_out(flat: Tensor, params: list[nn.Parameter], owner: int) -> None:
-            if owner == self.rank:
-                self._count(self._group, flat)
-            works.append((dist.broadcast(flat, group=self._group, group_src=owner, async_op=True), flat, params, owner))
-
-        with torch.no_grad():
-            small: dict[int, list[nn.Parameter]] = {owner: [] for owner in range(self.size)}
-            for param in self._params:
-                data, owner = param.data, self.owner[param]
-                if data.nbytes < _LARGE:
-                    small[owner].append(param)
-                elif data.is_contiguous():  # as it lies there: copies at both ends take as long as the way
-                    hand_out(data, [], owner)
-                else:
-                    hand_out(_flatten([data]), [param], owner)
-            for owner, params in small.items():
-                for same in _by_dtype(params):
-                    hand_out(_flatten([p.data for p in same]), same, owner)
-            for work, flat, same, owner in works:
-                work.wait()
-                if owner != self.rank:
-                    _unflatten_into(flat, [p.data for p in same])

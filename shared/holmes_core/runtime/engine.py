@@ -183,7 +183,10 @@ class Engine:
             place=self.place,
             groups=self.groups,
             shard_optimizer=self.plan.layout.sharding != "none",
+            root=self.root,
+            blocks=self.chain.blocks,
             overlap=self.config.overlap,
+            waiting=lambda: self.pulse.arriving(),
         )
         in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter
         for index, block in enumerate(self.chain.blocks):
@@ -498,11 +501,15 @@ class Engine:
         return self.gradients.norm()
 
     def broadcast_parameters(self) -> None:
-        """After the optimizer step: hand each parameter's new value to the ranks that did not step it."""
+        """After the optimizer step: hand each parameter's new value to the ranks that did not step it.
+
+        Returns before all are there: who looks at one that is not there waits for it.
+        """
         self.gradients.broadcast_parameters()
 
     def release(self) -> None:
-        """Give intercepted modules their own classes back."""
+        """Give intercepted modules their own classes back, and follow gradients and parameters no more."""
+        self.gradients.close()
         for module in self.root.modules():
             restore_class(module)
         self.interceptor = None

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from holmes_core.plan.grid import Coordinates, Grid
 from holmes_core.runtime.data_parallel import DataParallel, assign_owners, sum_over
+from holmes_core.runtime.hand_out import HandOut
 from holmes_core.runtime.process_groups import ProcessGroups
 from holmes_core.runtime.shard import get_shard
 from holmes_core.runtime.split import ParamEntry
@@ -32,7 +35,11 @@ class Gradients:
         place: This rank's place in it.
         groups: The process groups.
         shard_optimizer: Whether each parameter is stepped by one replica only.
-        overlap: Whether gradients may be summed while the step's last backward still runs.
+        root: The user's module.
+        blocks: Its blocks.
+        overlap: Whether gradients may be summed while the step's last backward still runs, and parameters handed out
+            while the next forward does.
+        waiting: Context of waits for parameters.
     """
 
     def __init__(
@@ -44,7 +51,10 @@ class Gradients:
         place: Coordinates,
         groups: ProcessGroups,
         shard_optimizer: bool,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
         overlap: bool = True,
+        waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._place, self._groups = place, groups
         shared = [e for e in entries if len(e.owners) > 1]
@@ -70,6 +80,16 @@ class Gradients:
             count=groups.traffic.add,
             overlap=overlap,
         )
+        self._hand_out = HandOut(
+            list(self.params.values()),
+            owner=self.data_parallel.owner,
+            group=groups.dp,
+            count=groups.traffic.add,
+            root=root,
+            blocks=blocks,
+            late=overlap,
+            waiting=waiting,
+        )
         self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[nn.Parameter]]] = []
         self._not_counted: set[nn.Parameter] = set()
         holders = {e.name: tuple(grid.coordinates(rank).pp for rank in e.owners) for e in entries}
@@ -93,6 +113,7 @@ class Gradients:
 
     def reduce(self) -> None:
         """Sum gradients over replicas, then over stages that share parameters."""
+        self._hand_out.end()  # the optimizer follows, which chooses its way by the class of parameters
         self.data_parallel.reduce_gradients()
         for group, control, params in self._shared:
             sum_over(params, group, control, self._groups.traffic.add)
@@ -118,5 +139,18 @@ class Gradients:
             torch._foreach_mul_(grads, factor)
 
     def broadcast_parameters(self) -> None:
-        """Hand out parameters that this or another replica stepped."""
-        self.data_parallel.broadcast_parameters()
+        """Hand out parameters that this or another replica stepped; who looks at one that is on its way waits."""
+        self._hand_out.begin()
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Nothing is on its way any more.
+
+        Args:
+            wait: Until it is there; otherwise, as after the failure of a rank, parameters stay what they are.
+        """
+        self._hand_out.end(wait=wait)
+
+    def close(self) -> None:
+        """Follow the parameters no more: they may go on in another model."""
+        self._hand_out.close()
+        self.data_parallel.close()

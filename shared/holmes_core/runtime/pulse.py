@@ -24,6 +24,7 @@ ACTIONS = (
     "evaluating",
     "reducing gradients",
     "between batches (data loader, optimizer, callbacks, checkpoint)",
+    "waiting for parameters that another replica stepped",
 )
 _STEP, _ACTION, _SINCE, _BUSY, _BATCHES, _SECONDS, _COMPUTE, _MICRO, _REDUCE, _WAITS = range(10)
 #: Pipeline edges whose waits are counted: forward and backward of the first eight stages of a rank.
@@ -108,6 +109,22 @@ class Pulse:
         self._values[_BUSY] = 0
         self._do(6, now)
 
+    @contextmanager
+    def arriving(self) -> Iterator[None]:
+        """Around a wait for parameters, wherever it happens; it is no computing."""
+        begin = time.monotonic()
+        v = self._values
+        action, busy = int(v[_ACTION]), v[_BUSY]
+        v[_BUSY] = 1
+        self._do(7, begin)
+        yield
+        now = time.monotonic()
+        v[_BUSY] = busy
+        v[_REDUCE] += now - begin
+        if busy and action in (1, 2):
+            v[_COMPUTE] -= now - begin  # a pass will count it
+        self._do(action, now)
+
     # ---- read by watchdogs -----------------------------------------------------------------------------------------
     def busy_for(self, now: float) -> float:
         """Return for how many seconds the rank has done the same thing inside a batch; 0 outside of batches."""
@@ -124,7 +141,7 @@ class Pulse:
     @staticmethod
     def progress(record: Sequence[float]) -> tuple[float, float]:
         """Order ranks by how far they are: the one that keeps others waiting comes first."""
-        waits = int(record[_ACTION]) in (3, 5)
+        waits = int(record[_ACTION]) in (3, 5, 7)
         return record[_STEP], float(waits)
 
     @staticmethod

@@ -7,7 +7,10 @@ name yet. Tested with torch 2.13 and 2.14; another release that moved a name fai
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,12 +46,14 @@ __all__ = [
     "PipelineScheduleRuntime",
     "accumulator_of",
     "after_backward",
+    "anything_compiled",
     "get_schedule_class",
     "in_backward",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
     "storage_is_shared",
+    "without_torch_function",
 ]
 
 
@@ -67,3 +72,14 @@ def storage_is_shared(tensor: Tensor) -> bool:
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, `storage`
 
+
+
+def anything_compiled() -> bool:
+    """Whether torch.compile has compiled anything in this process so far."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo is not None and bool(dynamo.counters["frames"])
+
+
+def without_torch_function() -> AbstractContextManager[Any]:
+    """Context in which a tensor subclass's ``__torch_function__`` is not called."""
+    return torch._C.DisableTorchFunctionSubclass()

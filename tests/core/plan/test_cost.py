@@ -185,9 +185,15 @@ def test_what_was_measured_around_the_blocks_is_counted() -> None:
     assert [b - a for a, b in zip(nothing.backward, fixed.backward, strict=True)] == pytest.approx([0, 0.5])
     parameters = 15 * gpt().blocks[0].parameters + gpt().embedding_parameters
     # In: everything once, and the other replica's half added; out: everything once, half of it back.
-    for name in ("copy_seconds", "gather_seconds"):
+    for name in ("copy_seconds", "spread_seconds"):
         more = getattr(copied, name)[0] - getattr(nothing, name)[0]
         assert more == pytest.approx(1.5 * 4 * parameters * 1e-9)
+    # What travels hides under the next forward pass; what a processor does for it, and a part of the way, does not.
+    travel, spread = copied.gather_seconds[0], copied.spread_seconds[0]
+    assert copied.exposed_gather(0, 0.0) == copied.exposed_gather(0, 1.0) == travel + spread
+    for opening in (0.01 * travel, travel):
+        left = max(0.4 * travel, travel - opening)
+        assert replace(copied, opening=(opening, 0.0)).exposed_gather(0, None) == pytest.approx(left + spread)
 
 
 def test_tied_weights_cost_a_trip_between_the_ends() -> None:
