@@ -70,6 +70,7 @@ VARIANTS = {
     "late": _holmes("gradients summed after the backward", 2, **BEST, overlap=False),
     "ahead": _holmes("one micro-batch further ahead", 2, **BEST, run_ahead=1),
     "whole": _holmes("every replica steps all (sharding none)", 2, **BEST, sharding="none"),
+    "gather": _holmes("parameters come under the next forward", 2, **BEST, overlap_param_gather=True),
     "dp": _holmes("dp 4", 4, pp=1),
     "dpwhole": _holmes("dp 4, every replica steps all", 4, pp=1, sharding="none"),
     "dpsmall": _holmes("dp 4, 4 micro-batches", 4, pp=1, sharding="none", num_microbatches=4),

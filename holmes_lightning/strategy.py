@@ -48,6 +48,7 @@ def make_strategy_class(namespace: str) -> type[Any]:
             defer_weights: bool | None = None,
             taper: bool | None = None,
             overlap: bool | None = None,
+            overlap_param_gather: bool | None = None,
             virtual_stages: int | None = None,
             layers_per_stage: list[int] | str | None = None,
             partition: str | None = None,

@@ -66,7 +66,7 @@ _PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
 _FLAGS = (
     "check_loss", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap",
-    "print_plan",
+    "overlap_param_gather", "print_plan",
 )  # fmt: skip
 _ONE_OF = (("num_microbatches", "micro_batch_size"), ("clusters", "cluster_file"), ("layers_per_stage", "split_points"))
 
@@ -120,8 +120,11 @@ class HolmesConfig(Value):
     with another number of micro-batches. Decided by prediction where the job measures, else false."""
 
     overlap: bool = True
-    """Whether gradients are summed over replicas while the last backward of a step still runs, and stepped parameters
-    are handed out to the others while the next forward does."""
+    """Whether gradients are summed over replicas while the last backward of a step still runs."""
+
+    overlap_param_gather: bool = False
+    """Whether parameters that one replica has stepped come to the others while the next forward already runs. Safe for
+    what uses them through modules and torch's functions; see docs/slow-link.md for what must not be done then."""
 
     virtual_stages: int | None = None
     """Stages per rank. 1 for 1f1b and gpipe, 2 or more for the interleaved schedules, 2 for zbv and dualpipev."""

@@ -237,8 +237,11 @@ class CostModel:
             )
             mean = sum(costs.activation_bytes[stage] for stage in stages) / v
             memory.append(costs.memory_bytes(rank, int(held * mean)))
-        overlap = self.job.overlap
-        exposed = [costs.exposed_reduce(rank, overlap) + costs.exposed_gather(rank, overlap) for rank in range(pp)]
+        job = self.job
+        exposed = [
+            costs.exposed_reduce(rank, job.overlap) + costs.exposed_gather(rank, job.overlap_param_gather)
+            for rank in range(pp)
+        ]
         gradient = max(exposed) + costs.tied_seconds
         return self.assemble(choice, costs, pipeline, tuple(memory), gradient)
 

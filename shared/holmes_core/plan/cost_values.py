@@ -36,6 +36,7 @@ class Job(Value):
         efficiency: Part of the peak that compute reaches, where no speed was measured.
         overlap: Part of summing gradients that is hidden behind compute, 0 to 1. None: what is on its way while the
             step's last backward runs; copying them together is not.
+        overlap_param_gather: Whether parameters are handed out while the next step's first forward runs.
         replica_batch: Samples of one replica's batch, where the data loader decides that; `batch` is then not looked
             at, and the layout that trains most samples per second is the fastest. 0: `batch` decides.
         runtime_bytes: What every rank occupies besides the model.
@@ -49,6 +50,7 @@ class Job(Value):
     precision: str = "bf16-mixed"
     efficiency: float = COMPUTE_EFFICIENCY
     overlap: float | None = None
+    overlap_param_gather: bool = False
     replica_batch: int = 0
     runtime_bytes: int = RUNTIME_BYTES
     trainable: float = 1.0
@@ -244,10 +246,10 @@ class StageCosts:
             travel = max(travel * self.shown, travel - self.covering[rank])
         return self.copy_seconds[rank] + travel
 
-    def exposed_gather(self, rank: int, overlap: float | None) -> float:
+    def exposed_gather(self, rank: int, overlap: bool) -> float:
         """Return how much longer a step takes because a pp rank's parameters are handed out."""
         travel = self.gather_seconds[rank]
-        if overlap is None:  # blocks run as theirs are there
+        if overlap:  # blocks run as theirs are there
             travel = max(travel * self.shown, travel - self.opening[rank])
         return self.spread_seconds[rank] + travel
 

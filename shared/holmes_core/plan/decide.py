@@ -196,6 +196,7 @@ def _job(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeResul
         trainable=step.trainable,
         device_type=step.device_type,
         overlap=None if config.overlap else 0.0,
+        overlap_param_gather=config.overlap_param_gather,
     )
 
 

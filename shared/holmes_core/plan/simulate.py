@@ -17,6 +17,7 @@ from holmes_core.cluster.value import Value
 from holmes_core.errors import HolmesError
 from holmes_core.plan.cost import Choice, CostModel, Prediction, StageCosts
 from holmes_core.plan.cost_network import INSIDE_RANK, Edge
+from holmes_core.plan.cost_values import Job
 from holmes_core.plan.one_f_one_b import Action, embedding_lead
 from holmes_core.plan.simulate_orders import check_orders, make_orders
 
@@ -87,7 +88,7 @@ def simulate(model: CostModel, choice: Choice, orders: Sequence[Sequence[Action]
     run = _Run(costs, choice, orders, ends=ends)
     run.run()
     pipeline = max(run.ends)
-    tail, gradient = _end_of_step(costs, run.ends, model.job.overlap)
+    tail, gradient = _end_of_step(costs, run.ends, model.job)
     events = sorted([*run.events, *tail], key=lambda event: (event.start, event.rank))
     prediction = model.assemble(choice, costs, pipeline, run.memory(), gradient)
     return Simulation(prediction=prediction, events=tuple(events), transfers=tuple(run.transfers))
@@ -112,7 +113,7 @@ def predict_by_simulation(model: CostModel, choice: Choice) -> Prediction:
         runs.append(run)
     pace = (max(runs[1].ends) - max(runs[0].ends)) / (2 * per_round)
     ends = [end + (m - 5 * per_round) * pace for end in runs[1].ends]
-    _, gradient = _end_of_step(costs, ends, model.job.overlap)
+    _, gradient = _end_of_step(costs, ends, model.job)
     return model.assemble(choice, costs, max(ends), runs[1].memory(), gradient)
 
 
@@ -139,7 +140,7 @@ def _orders_of(choice: Choice, num_microbatches: int) -> list[list[Action]]:
     )
 
 
-def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float | None) -> tuple[list[Event], float]:
+def _end_of_step(costs: StageCosts, ends: Sequence[float], job: Job) -> tuple[list[Event], float]:
     """What follows the pipeline: gradients of each stage as soon as it is done, then, on all ranks, the optimizer.
 
     The norm of the whole model's gradient holds all ranks back until the last has summed. Returns the events and the
@@ -148,14 +149,14 @@ def _end_of_step(costs: StageCosts, ends: Sequence[float], overlap: float | None
     events: list[Event] = []
     summed = []
     for rank, end in enumerate(ends):
-        reduce = costs.exposed_reduce(rank, overlap)
+        reduce = costs.exposed_reduce(rank, job.overlap)
         summed.append(end + reduce)
         if reduce:
             events.append(Event(rank, "reduce", -1, -1, end, end + reduce))
     ready = max(max(summed), max(ends) + costs.tied_seconds)
     done = 0.0
     for rank, seconds in enumerate(costs.optimizer_seconds):
-        gather = costs.exposed_gather(rank, overlap)
+        gather = costs.exposed_gather(rank, job.overlap_param_gather)
         events.append(Event(rank, "optimizer", -1, -1, ready, ready + seconds))
         if gather:
             events.append(Event(rank, "gather", -1, -1, ready + seconds, ready + seconds + gather))

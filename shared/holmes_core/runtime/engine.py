@@ -186,6 +186,7 @@ class Engine:
             root=self.root,
             blocks=self.chain.blocks,
             overlap=self.config.overlap,
+            overlap_param_gather=self.config.overlap_param_gather,
             waiting=lambda: self.pulse.arriving(),
         )
         in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter

@@ -37,8 +37,8 @@ class Gradients:
         shard_optimizer: Whether each parameter is stepped by one replica only.
         root: The user's module.
         blocks: Its blocks.
-        overlap: Whether gradients may be summed while the step's last backward still runs, and parameters handed out
-            while the next forward does.
+        overlap: Whether gradients may be summed while the step's last backward still runs.
+        overlap_param_gather: Whether parameters may be handed out while the next forward runs.
         waiting: Context of waits for parameters.
     """
 
@@ -54,6 +54,7 @@ class Gradients:
         root: nn.Module,
         blocks: Sequence[nn.Module],
         overlap: bool = True,
+        overlap_param_gather: bool = False,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._place, self._groups = place, groups
@@ -87,7 +88,7 @@ class Gradients:
             count=groups.traffic.add,
             root=root,
             blocks=blocks,
-            late=overlap,
+            late=overlap_param_gather,
             waiting=waiting,
         )
         self._shared: list[tuple[dist.ProcessGroup, dist.ProcessGroup, list[nn.Parameter]]] = []

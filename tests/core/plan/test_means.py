@@ -68,11 +68,13 @@ def test_what_needs_too_much_memory_is_left() -> None:
 
 
 def test_replicas_share_the_optimizer_unless_gradients_hide() -> None:
-    """What is summed under the last backward should be all; where parameters hide, too, work is shared."""
+    """Summing under the last backward: nothing is handed out in sight; in sight both send as much."""
     work = job(cluster("a", 1, 1, 1, 1, ethernet_rate=100.0, kind="ethernet"), batch=512, profile=SMALL)
     plain = Choice(tp=1, dp=4, order=(0,), stages=(1,), micro_batch_size=128, layers_per_stage=(8,))
-    for overlap, sharding in ((None, "optimizer"), (1.0, "none"), (0.0, "optimizer")):
+    for overlap, sharding in ((None, "none"), (1.0, "none"), (0.0, "optimizer")):
         assert choose_means(CostModel(replace(work, overlap=overlap)), plain, Limits())[0].sharding == sharding
+    under_forward = replace(work, overlap_param_gather=True)
+    assert choose_means(CostModel(under_forward), plain, Limits())[0].sharding == "optimizer", "and steps are shared"
 
 
 def test_micro_batches_are_cut_smaller_where_ranks_wait() -> None:
