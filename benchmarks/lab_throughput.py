@@ -3,7 +3,8 @@
 
     sudo make bench-lab                                        # everything: hours
     sudo .venv/bin/python benchmarks/lab_throughput.py [--settings homogeneous hybrid8 hybrid25 ...]
-        [--systems planned ddp ...] [--repeats 3] [--turns 5] [--steps 3] [--out benchmarks/lab.md] [--add]
+        [--systems planned ddp ...] [--jobs hybrid8:ddp4 ...] [--repeats 3] [--turns 5]
+        [--steps 3] [--together 4] [--out benchmarks/lab.md] [--add]
 
 See lab_settings.py for the labs and the systems and lab_turns.py for how they are timed. A sitting is some jobs that
 take turns, Holmes on one fabric always among them; a repetition starts all of them anew. "Busiest rank computes" is the
@@ -31,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=TITLES, default=list(TITLES))
     parser.add_argument("--systems", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--jobs", nargs="+", metavar="SETTING:SYSTEM", help="these, not all systems in all settings")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5, help="of each job in a sitting")
     parser.add_argument("--steps", type=int, default=3, help="of a turn; the first does not count")
@@ -57,11 +59,18 @@ def main() -> None:
         for *key, runs in json.loads(saved.read_text()):
             results[key[0], key[1]] = [Run(**run) for run in runs]
     failures: dict[Key, str] = {}
-    keys = [(setting, name) for setting in args.settings for name in args.systems if (setting, name) != REFERENCE]
+    keys = [(setting, name) for setting in args.settings for name in args.systems]
+    if args.jobs:
+        keys = [(setting, name) for setting, _, name in (job.partition(":") for job in args.jobs)]
+        if wrong_names := [":".join(key) for key in keys if key[0] not in TITLES or key[1] not in VARIANTS]:
+            parser.error(f"--jobs {' '.join(wrong_names)}: not SETTING:SYSTEM, as in --settings and --systems")
+    keys = [key for key in keys if key != REFERENCE]
     size = max(1, args.together - 1)
     number = max((run.sitting for runs in results.values() for run in runs), default=0)
-    command = f"--settings {' '.join(args.settings)} --systems {' '.join(args.systems)} --repeats {args.repeats} "
-    command += f"--turns {args.turns} --steps {args.steps} --together {args.together} --batch {args.batch}"
+    chosen = f"--settings {' '.join(args.settings)} --systems {' '.join(args.systems)}"
+    chosen = f"--jobs {' '.join(args.jobs)}" if args.jobs else chosen
+    command = f"{chosen} --repeats {args.repeats} --turns {args.turns} --steps {args.steps} "
+    command += f"--together {args.together} --batch {args.batch}"
     for repeat in range(args.repeats):
         for start in range(0, max(1, len(keys)), size):
             number += 1

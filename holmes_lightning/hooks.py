@@ -35,6 +35,8 @@ from holmes_lightning.steps import StepRunner
 
 __all__ = ["StrategyHooks"]
 
+_ARRIVE = 5.0  # seconds that parameters have after a failure to arrive
+
 
 class StrategyHooks(CollectiveHooks, CheckpointHooks):
     """Everything of HolmesStrategy that does not depend on the namespace (mixed in before ParallelStrategy)."""
@@ -400,8 +402,10 @@ class StrategyHooks(CollectiveHooks, CheckpointHooks):
         engine = self._engine
         self._restore_late = None
         with self._named_failures():
-            if engine is not None:
-                engine.gradients.settle(wait=not self._failed)
+            if engine is not None and self._failed:
+                engine.gradients.give_up(_ARRIVE)
+            elif engine is not None:
+                engine.gradients.settle()
             self._finish_saving(together=not self._failed)
         if self._feeds is not None:
             self._feeds.release()

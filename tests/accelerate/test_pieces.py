@@ -35,12 +35,14 @@ def test_what_scripts_do_with_losses(farm: Farm, config: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize(
-    "config", [{"dp": 2}, pytest.param({**PP2, "dp": 2}, marks=pytest.mark.slow)], ids=["replicas", "of-stages"]
+    "config",
+    [{"dp": 2}, {"dp": 2, "overlap_param_gather": True}, pytest.param({**PP2, "dp": 2}, marks=pytest.mark.slow)],
+    ids=["replicas", "and-parameters", "of-stages"],
 )
 def test_gradients_that_leave_during_the_backward(farm: Farm, config: dict[str, Any]) -> None:
     """They do where it can be known that the step is complete, and whatever a script does, nothing changes."""
     found, *others = on_ranks(farm, "ahead", config)
-    expected, *_ = on_ranks(farm, "ahead", {**config, "overlap": False})
+    expected, *_ = on_ranks(farm, "ahead", {**config, "overlap": False, "overlap_param_gather": False})
     for habit, run in expected.items():
         assert run["early"] == [0] * 6
         for name, value in run["weights"].items():

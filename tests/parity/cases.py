@@ -323,6 +323,17 @@ FAST = (
         **CHANGING,
     ),
     Case(
+        name="pp2_dp3_parameters_on_their_way",
+        description="parameters come from those who stepped them while the next forward runs; clipping, adamw",
+        config=_config(pp=2, dp=3, overlap_param_gather=True),
+        model="gpt2",
+        tied=True,
+        accumulate=2,
+        clip=0.5,
+        optimizer="adamw",
+        **CHANGING,
+    ),
+    Case(
         name="pp2_tp2_two_clusters",
         description="each tensor-parallel rank sends its share of the activation (odd sizes, too)",
         config=_config(

@@ -55,6 +55,14 @@ SCRIPTS = (
         args=(*_USUAL, "--model", "gpt2", "--tied"),
         slow=False,
     ),
+    ScriptCase(
+        name="lightning_output_loss_dp2_parameters_on_their_way",
+        script="output_loss.py",
+        config={"dp": 2, "overlap_param_gather": True},
+        args=(*_USUAL, "--tied", "--rows", "64"),
+        batch_size=4,
+        slow=False,
+    ),
     ScriptCase(name="lightning_own_loss_pp2", script="own_loss.py", config={"pp": 2}, args=_USUAL),
     ScriptCase(
         name="lightning_own_loss_pp2_dp2_tied",

@@ -127,7 +127,9 @@ def _train(case: Case, engine: Any) -> dict[str, Any]:
         for param in trained:
             param.grad = None
         engine.broadcast_parameters()
-        digests.append(_digests(engine))
+        # Looking at parameters waits for those that are on their way: then only at the end.
+        looks = number == case.steps - 1 or not engine.config.overlap_param_gather
+        digests.append(_digests(engine) if looks else {})
     weights = {
         name: (param.detach().clone(), get_shard(param), place.tp, engine.plan.layout.tp)
         for name, param in engine.parameters().items()

@@ -70,6 +70,7 @@ class CallState(ABC):
                 means="gradients are summed over ranks before the step, and the closure makes new ones inside of it",
                 do="call what is in the closure first, then optimizer.step()",
             )
+        self.engine.gradients.settle()  # where another optimizer has stepped before
         self.reduce()
 
     def _stepped(self) -> None:

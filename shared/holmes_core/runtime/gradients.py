@@ -143,15 +143,15 @@ class Gradients:
         """Hand out parameters that this or another replica stepped; who looks at one that is on its way waits."""
         self._hand_out.begin()
 
-    def settle(self, *, wait: bool = True) -> None:
-        """Nothing is on its way any more.
+    def settle(self) -> None:
+        """Wait until no parameter is on its way."""
+        self._hand_out.end()
 
-        Args:
-            wait: Until it is there; otherwise, as after the failure of a rank, parameters stay what they are.
-        """
-        self._hand_out.end(wait=wait)
+    def give_up(self, seconds: float) -> None:
+        """After the failure of a rank: wait for what still comes in some seconds, and for nothing else."""
+        self._hand_out.give_up(seconds)
 
     def close(self) -> None:
         """Follow the parameters no more: they may go on in another model."""
-        self._hand_out.close()
+        self._hand_out.end()
         self.data_parallel.close()

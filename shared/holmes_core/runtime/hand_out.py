@@ -1,22 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hand out what one replica has stepped for all, while the next forward pass already runs (ZeRO-1's second half).
+"""Hand out what one replica has stepped for all (ZeRO-1's second half), on request while the next forward pass runs.
 
 A parameter that is still on its way must not be read by anybody, nor written. While it is, it has a class of its own
-whose torch functions wait first (`_Arriving`): whatever looks at its values, module, script, callback or checkpoint,
-finds those of the finished step. Blocks wait for all of theirs before they run: compiled kernels may read parameters
-past torch's functions. Where values could be seen past both (a tensor with the same memory that somebody keeps,
-TorchScript, compiled graphs), everything is waited for at once. What stays unseen: a CUDA graph of the whole model that
-is replayed by hand.
+whose torch functions wait first (`_Arriving`): modules, scripts, callbacks and checkpoints find the values of the
+finished step. Blocks wait for all of theirs before they run, and the last one for everything: compiled kernels may read
+parameters past torch's functions. Where values could be seen past both (a tensor with the same memory that somebody
+keeps, TorchScript modules, anything compiled), everything is waited for at once. What stays unseen is said in
+docs/slow-link.md.
 """
 
 from __future__ import annotations
 
 import atexit
 import copy
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from holmes_core.runtime.data_parallel import Count, by_dtype, flatten, unflatten_into
-from holmes_core.runtime.torch_compat import anything_compiled, storage_is_shared, without_torch_function
+from holmes_core.runtime.torch_compat import anything_compiled, plainly, storage_is_shared
 
 __all__ = ["HandOut"]
 
@@ -50,6 +53,7 @@ class _Transfer:
         work: The broadcast.
         flat: What it fills, if not the parameter itself, and this rank does not send it.
         params: The parameters that come with it.
+        stream: Of a GPU, that all later work on the parameters follows.
         waiting: Context of a wait.
     """
 
@@ -58,20 +62,27 @@ class _Transfer:
         work: Any,
         flat: Tensor | None,
         params: Sequence[nn.Parameter],
+        stream: Any,
         waiting: Callable[[], AbstractContextManager[Any]],
     ) -> None:
         self.params = params
-        self._work, self._flat, self._waiting = work, flat, waiting
-        self._lock = threading.Lock()
+        self._work, self._flat, self._stream, self._waiting = work, flat, stream, waiting
+        self._lock = threading.RLock()  # a signal handler may look at parameters while this thread waits
 
     def mark(self) -> None:
         """Let whoever looks at the parameters wait."""
-        for param in self.params:
-            param._holmes_transfer = self  # type: ignore[attr-defined]
-            param.__class__ = _Arriving
+        with self._lock:
+            if self._work is None:
+                return
+            for param in self.params:
+                param._holmes_transfer = self  # type: ignore[attr-defined]
+                param.__class__ = _Arriving
 
-    def arrive(self) -> None:
+    def arrive(self, seconds: float | None = None) -> None:
         """Wait until the values are there.
+
+        Args:
+            seconds: At most; None: as long as the process group waits.
 
         Raises:
             RuntimeError: They will not come: the connection is lost, or the time is up.
@@ -79,20 +90,22 @@ class _Transfer:
         with self._lock:
             if self._work is None:
                 return
-            with self._waiting():
-                self._work.wait()
-            with torch.no_grad(), without_torch_function():
+            with self._waiting(), torch.cuda.stream(self._stream):
+                self._work.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
+                if self._work is None:  # a signal handler of this thread was faster
+                    return
                 if self._flat is not None:
-                    unflatten_into(self._flat, [param.data for param in self.params])
+                    with plainly():  # whatever the reader does with tensors
+                        unflatten_into(self._flat, [param.data for param in self.params])
+            if self._stream is not None:
+                torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self.give_up()
 
     def give_up(self) -> None:
         """Let nobody wait any more."""
         self._work = self._flat = None
         for param in self.params:
-            if isinstance(param, _Arriving):
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
-                del param._holmes_transfer
+            _make_plain(param)
 
 
 class _Arriving(nn.Parameter):
@@ -100,11 +113,14 @@ class _Arriving(nn.Parameter):
 
     _holmes_transfer: _Transfer
 
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        return nn.Parameter(data, requires_grad)  # ``type(param)(values)``
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _HARMLESS:
-            with without_torch_function():
+            with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         found = False
         for param in _arriving_in((args, kwargs)):
@@ -114,7 +130,7 @@ class _Arriving(nn.Parameter):
             return func(*args, **kwargs)
         for handed_out in list(_ALL):  # in something that is not looked into
             handed_out.end()
-        with without_torch_function():
+        with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -130,6 +146,13 @@ def _arrive(param: Any) -> None:
     transfer = getattr(param, "_holmes_transfer", None)  # another thread may have waited in the meantime
     if transfer is not None:
         transfer.arrive()
+    _make_plain(param)
+
+
+def _make_plain(param: Any) -> None:
+    if isinstance(param, _Arriving):
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
+        param.__dict__.pop("_holmes_transfer", None)
 
 
 def _arriving_in(value: Any) -> Iterator[_Arriving]:
@@ -167,7 +190,8 @@ class HandOut:
         group: The group.
         count: Told what is sent.
         root: The user's model.
-        blocks: Those of its modules that wait for all of their parameters before they run; others wait for their own.
+        blocks: Those of its modules that wait for all of their parameters before they run (the last of them for all
+            there are); others wait for their own.
         late: Whether parameters may still be on their way when `begin` returns.
         waiting: Context of a wait.
     """
@@ -181,33 +205,34 @@ class HandOut:
         count: Count,
         root: nn.Module,
         blocks: Iterable[nn.Module] = (),
-        late: bool = True,
+        late: bool = False,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
         self._params = list(params) if owner and self._size > 1 else []
         self._owner, self._group, self._count, self._waiting = owner, group, count, waiting
-        self._root, self._late = root, late
+        self._root, self._late = root, late and bool(self._params)
         self._transfers: list[_Transfer] = []
+        self._waits = self._who_waits(blocks) if self._late else []
         self._hooks: list[Any] = []
-        if self._params and late:
-            self._let_wait(blocks)
+        if self._late:
             _ALL.add(self)
             atexit.register(_end, weakref.ref(self))
 
-    def _let_wait(self, blocks: Iterable[nn.Module]) -> None:
+    def _who_waits(self, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, _Wait]]:
         handed_out = set(self._params)
         inside: set[nn.Module] = set()
+        found: list[tuple[nn.Module, list[nn.Parameter]]] = []
         for block in blocks:
             inside.update(block.modules())
-            self._add_hook(block, [p for p in block.parameters() if p in handed_out])
+            found.append((block, [p for p in block.parameters() if p in handed_out]))
+        found = [(block, params) for block, params in found if params]
+        if found:
+            found[-1] = (found[-1][0], self._params)
         for module in self._root.modules():
             if module not in inside:
-                self._add_hook(module, [p for p in module.parameters(recurse=False) if p in handed_out])
-
-    def _add_hook(self, module: nn.Module, params: list[nn.Parameter]) -> None:
-        if params:
-            self._hooks.append(module.register_forward_pre_hook(_Wait(params)))
+                found.append((module, [p for p in module.parameters(recurse=False) if p in handed_out]))
+        return [(module, _Wait(params)) for module, params in found if params]
 
     def begin(self) -> None:
         """Send what this rank has stepped, and let the rest come. Once per optimizer step."""
@@ -222,9 +247,8 @@ class HandOut:
             else:
                 large.append(param)
         late = self._late and not self._can_be_read_unseen()
-        held = {
-            param for param in self._params if not late or type(param) is not nn.Parameter or storage_is_shared(param)
-        }
+        # Looked up before anything is sent: what sends a parameter keeps a tensor with its memory, too.
+        held = {p for p in self._params if not late or type(p) is not nn.Parameter or storage_is_shared(p)}
         with torch.no_grad():
             # Small ones first: the first block needs some of them. All are sent before any is waited for.
             for owner, params in small.items():
@@ -235,42 +259,53 @@ class HandOut:
                     self._send(param.data, [param], self._owner[param], in_place=True)
                 else:
                     self._send(flatten([param.data]), [param], self._owner[param])
+        now = [transfer for transfer in self._transfers if not held.isdisjoint(transfer.params)]
         for transfer in self._transfers:
-            if held.isdisjoint(transfer.params):
+            if transfer not in now:
                 transfer.mark()
-            else:
-                transfer.arrive()
+        if len(now) < len(self._transfers):
+            self._hooks = [module.register_forward_pre_hook(wait) for module, wait in self._waits]
+        for transfer in now:
+            transfer.arrive()
 
     def _send(self, flat: Tensor, params: Sequence[nn.Parameter], owner: int, *, in_place: bool = False) -> None:
-        if owner == self._rank:
+        mine = owner == self._rank
+        if mine:
             self._count(self._group, flat)
+        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
-        fills = None if in_place or owner == self._rank else flat
-        self._transfers.append(_Transfer(work, fills, params, self._waiting))
+        touched = [] if mine and not in_place else params  # a copy is sent: the owner has nothing to wait for
+        self._transfers.append(_Transfer(work, None if in_place or mine else flat, touched, stream, self._waiting))
 
     def _can_be_read_unseen(self) -> bool:
         return anything_compiled() or any(isinstance(one, torch.jit.ScriptModule) for one in self._root.modules())
 
-    def end(self, *, wait: bool = True) -> None:
-        """Nothing is on its way any more.
+    def end(self) -> None:
+        """Wait for everything.
 
-        Args:
-            wait: Until it is there; otherwise, as after the failure of a rank, parameters stay what they are.
+        Raises:
+            RuntimeError: Some of it will not come.
         """
         transfers = self._transfers
         for transfer in transfers:  # kept until all are there: after an error they can be given up
-            if wait:
-                transfer.arrive()
-            else:
-                transfer.give_up()
+            transfer.arrive()
         if self._transfers is transfers:  # other threads may end them, too
-            self._transfers = []
+            self._forget()
 
-    def close(self) -> None:
-        """Let no module wait any more."""
-        self.end()
+    def give_up(self, seconds: float) -> None:
+        """After a failure: wait for what still comes in some seconds; what does not, stays what it is."""
+        end = time.monotonic() + seconds
+        for transfer in self._transfers:
+            with suppress(Exception):
+                transfer.arrive(max(0.01, end - time.monotonic()))
+            transfer.give_up()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._transfers = []
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
 
 def _end(ref: weakref.ref[HandOut]) -> None:
@@ -279,3 +314,12 @@ def _end(ref: weakref.ref[HandOut]) -> None:
     if handed_out is not None:
         with suppress(Exception):
             handed_out.end()
+
+
+def _end_all() -> None:
+    """Before a fork: the child has no threads that could receive anything."""
+    for handed_out in list(_ALL):
+        handed_out.end()
+
+
+os.register_at_fork(before=_end_all)

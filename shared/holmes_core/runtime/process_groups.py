@@ -54,6 +54,7 @@ class ProcessGroups:
         rank: This rank.
         device: Its device; tensors on it travel over ``nccl`` on a GPU, ``gloo`` otherwise.
         timeout: Longest wait for a peer, in seconds.
+        separate_control: Whether `dp_control` is always a group of its own.
         make_nccl_options: Makes the options of a communicator from its transport.
 
     Attributes:
@@ -75,6 +76,7 @@ class ProcessGroups:
         rank: int,
         device: torch.device,
         timeout: float,
+        separate_control: bool = False,
         make_nccl_options: Callable[[Transport], Any] = nccl_options,
     ) -> None:
         self._plan, self._rank, self._device = plan, rank, device
@@ -95,7 +97,7 @@ class ProcessGroups:
                 continue
             made = self._new(group.ranks, group.transport, group.name)
             control = made
-            if group.axis == "dp" and group.transport.backend != "gloo":
+            if group.axis == "dp" and (separate_control or group.transport.backend != "gloo"):
                 control = self._new(group.ranks, self._choose(group.ranks, on_device=False), group.name)
             if rank not in group.ranks:
                 continue

@@ -8,6 +8,7 @@ rank does, not how long the GPU took.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -112,6 +113,9 @@ class Pulse:
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """Around a wait for parameters, wherever it happens; it is no computing."""
+        if threading.current_thread() is not threading.main_thread():  # the others' doings are not told
+            yield
+            return
         begin = time.monotonic()
         v = self._values
         action, busy = int(v[_ACTION]), v[_BUSY]
@@ -120,7 +124,7 @@ class Pulse:
         yield
         now = time.monotonic()
         v[_BUSY] = busy
-        v[_REDUCE] += now - begin
+        v[_REDUCE] += now - begin if action != 5 else 0.0
         if busy and action in (1, 2):
             v[_COMPUTE] -= now - begin  # a pass will count it
         self._do(action, now)

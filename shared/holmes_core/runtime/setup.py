@@ -128,7 +128,13 @@ def build_engine(
 
         print_plan(plan, warnings=meeting.warnings(topology, device.type))
     check_links(plan, meeting.rank)
-    groups = ProcessGroups(plan, rank=dist.get_rank(), device=device, timeout=config.timeout)
+    groups = ProcessGroups(
+        plan,
+        rank=dist.get_rank(),
+        device=device,
+        timeout=config.timeout,
+        separate_control=config.overlap_param_gather,  # what is said before a forward must not queue behind parameters
+    )
     if plan.recompute:
         recompute_blocks(root)
     engine = Engine(root=root, chain=chain, plan=plan, config=config, groups=groups, device=device, seed=seed)

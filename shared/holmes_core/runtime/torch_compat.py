@@ -8,9 +8,8 @@ name yet. Tested with torch 2.13 and 2.14; another release that moved a name fai
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -35,6 +34,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 #: The logger on which torch prints the whole schedule table when an action fails.
 SCHEDULE_LOGGER = _schedules.logger
@@ -49,11 +49,11 @@ __all__ = [
     "anything_compiled",
     "get_schedule_class",
     "in_backward",
+    "plainly",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",
     "storage_is_shared",
-    "without_torch_function",
 ]
 
 
@@ -73,13 +73,19 @@ def storage_is_shared(tensor: Tensor) -> bool:
     return int(torch._C._storage_Use_Count(storage._cdata)) > 2  # the tensor, `storage`
 
 
-
 def anything_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process so far."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo is not None and bool(dynamo.counters["frames"])
 
 
-def without_torch_function() -> AbstractContextManager[Any]:
-    """Context in which a tensor subclass's ``__torch_function__`` is not called."""
-    return torch._C.DisableTorchFunctionSubclass()
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Context in which tensors are just what they are: no subclasses, modes, function transforms or gradients."""
+    with (
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableFuncTorch(),
+        _disable_current_modes(),
+    ):
+        yield

@@ -6,9 +6,12 @@ from __future__ import annotations
 import copy
 import io
 import json
+import os
+import signal
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -20,6 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holmes_core.runtime.hand_out import HandOut, _Arriving
 
@@ -58,18 +62,19 @@ class Net(nn.Module):
 
 
 class Job:
-    """One rank's model in one case: rank 0 has stepped everything to NEW."""
+    """One rank's model in one case: rank 0 has stepped everything to NEW; `mine` is what rank 1 stepped itself."""
 
-    def __init__(self, rank: int, *, late: bool = True) -> None:
+    def __init__(self, rank: int, *, late: bool = True, mine: Sequence[str] = ()) -> None:
         self.net = Net()
         self.params = dict(self.net.named_parameters())
+        owner = {param: int(name in mine) for name, param in self.params.items()}
         with torch.no_grad():
             for param in self.params.values():
-                param.fill_(OLD if rank else NEW)
+                param.fill_(NEW if owner[param] == rank else OLD)
         values = list(self.params.values())
         self.waits = 0
         self.hand_out = HandOut(
-            values, owner=dict.fromkeys(values, 0), group=dist.group.WORLD, count=lambda *_: None, root=self.net,
+            values, owner=owner, group=dist.group.WORLD, count=lambda *_: None, root=self.net,
             blocks=self.net.blocks, late=late, waiting=self.waiting,
         )  # fmt: skip
 
@@ -148,6 +153,38 @@ def loaded(job: Job) -> Any:
     return torch.cat([p.detach().reshape(-1) for p in job.params.values()]) - 3.0
 
 
+def fake_tensors(job: Job) -> Any:
+    """What arrives while everything else is fake is real."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        job.net.blocks[0](X)
+    return job.net.blocks[0].linear.bias.detach().clone()
+
+
+def in_a_signal_handler(job: Job) -> Any:
+    """A handler may look at what the interrupted line waits for."""
+    seen: list[Tensor] = []
+    before = signal.signal(signal.SIGALRM, lambda *_: seen.append(job.net.scale.detach().clone()))
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        value = job.net.scale.detach().clone()
+        while not seen:
+            time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return torch.stack([value, *seen])
+
+
+def in_a_child(job: Job) -> Any:
+    """A forked child, such as a loader's worker, has no threads that could receive."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(write, struct.pack("f", job.net.odd[0, 0].item()))
+        os._exit(0)
+    os.waitpid(child, 0)
+    return torch.tensor(struct.unpack("f", os.read(read, 4)))
+
+
 #: What a script may do with a parameter that is on its way; returns values of NEW.
 LOOKS: dict[str, Look] = {
     "linear": linear,
@@ -166,6 +203,12 @@ LOOKS: dict[str, Look] = {
     "vector": lambda job: nn.utils.parameters_to_vector(job.net.parameters()).detach(),
     "named": lambda job: torch.stack([p.detach().mean() for _, p in job.net.named_parameters()]),
     "wait": lambda job: (job.hand_out.end(), job.net.odd.detach().clone())[1],
+    "given up": lambda job: (job.hand_out.give_up(30.0), job.net.odd.detach().clone())[1],
+    "same class": lambda job: type(job.net.scale)(job.net.scale.data).detach().clone(),
+    "function transform": lambda job: torch.func.jacrev(lambda x: job.net.scale * x)(torch.ones(3)).diagonal(),
+    "fake tensors": fake_tensors,
+    "signal": in_a_signal_handler,
+    "fork": in_a_child,
 }
 
 
@@ -228,9 +271,9 @@ def work(rank: int, folder: str) -> None:
             assert len(job.pending()) == len(job.params)
             found = look(job).detach()
             assert torch.allclose(found, torch.full_like(found, NEW)), found
+            assert job.waits > 0
 
         case(name, job, check)
-        job.hand_out.close()
         assert not any(module._forward_pre_hooks for module in job.net.modules())
     job = Job(rank)
     case("harmless", job, lambda: harmless(job))
@@ -241,6 +284,26 @@ def work(rank: int, folder: str) -> None:
             assert all(bool((p == NEW).all()) for p in job.params.values())
 
     case("again", job, twice)
+    for step in range(3):  # one step after the other
+
+        def next_step(step: int = step) -> None:
+            assert len(job.pending()) == len(job.params)
+            assert bool((job.net.odd == NEW + step).all())
+            job.net(X)
+
+        with torch.no_grad():
+            for param in job.params.values():
+                param.fill_(OLD if rank else NEW + step)
+        case(f"step {step}", job, next_step)
+    job = Job(rank, mine=["blocks.0.linear.weight", "scale"])
+
+    def both_send() -> None:
+        assert "scale" not in job.pending(), "a copy of it is sent"
+        assert "blocks.0.linear.weight" in job.pending(), "it is sent from where it lies"
+        values = [float(p.detach().mean()) for p in job.params.values()]
+        assert values == [NEW] * len(values)
+
+    case("both send", job, both_send)
     job = Job(rank)
     aside = job.net.odd.detach(), job.net.scale.view(3)
 
@@ -277,7 +340,9 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("name", [*LOOKS, "harmless", "again", "held", "not late", "scripted", "compiled"])
+@pytest.mark.parametrize(
+    "name", [*LOOKS, "harmless", "again", "step 2", "both send", "held", "not late", "scripted", "compiled"]
+)
 def test_values_are_those_of_the_finished_step(name: str, outcomes: list[dict[str, str]]) -> None:
     assert [one[name] for one in outcomes] == ["", ""]
 
@@ -304,7 +369,7 @@ def lose(rank: int, folder: str) -> None:
     except Exception as error:
         Path(folder, "told").write_text(type(error).__name__)
     assert job.pending()
-    job.hand_out.end(wait=False)
+    job.hand_out.give_up(5.0)
     assert not job.pending()
     assert bool((job.net.scale == OLD).all())
     dist.destroy_process_group()
