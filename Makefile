@@ -50,7 +50,7 @@ bench: $(VENV)/.stamp
 	  [ -f "$$program" ] || continue; found=1; echo "== $$program"; $(BIN)/python "$$program" $(ARGS); \
 	done; [ -n "$$found" ] || { echo "make bench: there is no benchmarks/bench_*.py yet" >&2; exit 1; }
 
-# Against DDP, FSDP2 and torch's pipelining in labs of network namespaces: hours; needs root and a quiet machine.
+# Against DDP, FSDP2 and torch's pipelining in labs of network namespaces: a day; needs root and a quiet machine.
 bench-lab: $(VENV)/.stamp
 	@$(BIN)/python benchmarks/lab_throughput.py --out benchmarks/lab.md $(ARGS)
 

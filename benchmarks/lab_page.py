@@ -34,22 +34,31 @@ def speeds(results: Results, key: Key, base: Key = REFERENCE) -> list[float]:
 
 
 def best_of(results: Results, setting: str) -> dict[str, Key]:
-    """Return each system's best variant in a setting, by its median speed."""
+    """Return each peer's best variant in a setting, by its median speed; of Holmes, what the job plans by itself."""
     found: dict[str, Key] = {}
     for key in results:
         if key[0] == setting and speeds(results, key):
             system = VARIANTS[key[1]].system
+            if system.startswith("Holmes") and not key[1].startswith("planned"):
+                continue
             found[system] = max(found.get(system, key), key, key=lambda one: statistics.median(speeds(results, one)))
     return found
 
 
+def against(results: Results, key: Key, base: Key) -> str:
+    """Return how many times as long a job takes as another: in the same rounds, or (~) by way of the reference."""
+    if pairs := speeds(results, base, key):
+        return f"{statistics.median(pairs):.2f} x"
+    return f"~ {statistics.median(speeds(results, base)) / statistics.median(speeds(results, key)):.2f} x"
+
+
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the quartiles; of one value, that value thrice."""
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else [*values] * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [*values] * 3
     return low, middle, high
 
 
-def page(results: Results, failures: dict[Key, str], words: str, batch: int) -> str:
+def page(results: Results, failures: dict[Key, str], words: str, batch: int, picture: str) -> str:
     """Return the result page."""
     from lab_systems import LENGTH, SIZE
 
@@ -63,23 +72,22 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int) -> 
         f"{version('transformers')}, Python {platform.python_version()}, Linux {platform.release()}.",
         "",
         f"`python benchmarks/lab_throughput.py {words}`. Jobs of a sitting train in turn, some steps each; speeds are "
-        "medians over turns, each against Holmes on one fabric in the same round. Of each system the best variant "
-        "counts.",
+        "medians over turns, each against Holmes on one fabric in the same round. Of each peer the best variant "
+        "counts; Holmes plans by itself.",
         "",
-        "![seconds per step](lab.png)",
+        f"![speed]({picture})",
         "",
-        "| setting | system | best variant | speed (one fabric: 1) | against Holmes | s/step | tokens/s |",
+        "| setting | system | best variant | speed (one fabric: 1) | time of Holmes' | s/step | tokens/s |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for setting in settings:
         found = best_of(results, setting)
-        ours = statistics.median(speeds(results, found["Holmes"])) if "Holmes" in found else None
         ranked = {system: statistics.median(speeds(results, key)) for system, key in found.items()}
         for system, speed in sorted(ranked.items(), key=lambda item: -item[1]):
             middle = statistics.median(seconds(results, found[system]))
-            against = f"{ours / speed:.2f} x" if ours else "-"
+            times = against(results, found[system], found["Holmes"]) if "Holmes" in found else "-"
             lines.append(
-                f"| {TITLES[setting]} | {system} | {VARIANTS[found[system][1]].label} | {speed:.2f} | {against} | "
+                f"| {TITLES[setting]} | {system} | {VARIANTS[found[system][1]].label} | {speed:.2f} | {times} | "
                 f"{middle:.2f} | {batch * LENGTH / middle:.0f} |"
             )
     lines += [
@@ -97,7 +105,7 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int) -> 
         sent = "-"
         if computes and (least := bound(key[0], batch)):
             total, sums = (statistics.median(run.across[kind] for run in runs) for kind in (0, 1))
-            sent = f"{total / 1e6:.1f} ({total / least:.2f} of the bound; sums of gradients {sums / 1e6:.1f})"
+            sent = f"{total / 1e6:.1f} ({total / least:.2f} of the bound; between replicas {sums / 1e6:.1f})"
         found_speeds = speeds(results, key)
         low, half, high = quartiles(found_speeds or [float("nan")])
         lines.append(
@@ -105,7 +113,7 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int) -> 
             f"{high:.2f}) | {len(found_speeds)} in {len(runs)} | {middle:.2f} | {part} | {sent} |"
         )
     lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | 0 | {why} | - | - |" for (s, n), why
-              in failures.items()]  # fmt: skip
+              in failures.items() if (s, n) not in results]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 

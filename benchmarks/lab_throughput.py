@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Training speed in labs with unequal networks: Holmes against its peers, same model, batch, ranks and data.
 
-    sudo make bench-lab                                        # everything: hours
+    sudo make bench-lab                                        # everything: a day
     sudo .venv/bin/python benchmarks/lab_throughput.py [--settings homogeneous hybrid8 hybrid25 ...]
         [--systems planned ddp ...] [--jobs hybrid8:ddp4 ...] [--repeats 3] [--turns 5]
         [--steps 3] [--together 4] [--out benchmarks/lab.md] [--add]
@@ -28,6 +28,13 @@ from lab_settings import TITLES, VARIANTS
 from lab_turns import Key, Run
 
 
+def most_together() -> int:
+    """Return how many jobs there is memory for."""
+    import psutil
+
+    return max(2, min(4, psutil.virtual_memory().available // (7 * 2**30)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=TITLES, default=list(TITLES))
@@ -36,16 +43,18 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--turns", type=int, default=5, help="of each job in a sitting")
     parser.add_argument("--steps", type=int, default=3, help="of a turn; the first does not count")
-    parser.add_argument("--together", type=int, default=4, help="jobs of a sitting (each takes about 5 GiB of memory)")
+    parser.add_argument(
+        "--together", type=int, default=most_together(), help="jobs of a sitting (each takes about 6 GiB)"
+    )
     parser.add_argument("--batch", type=int, default=32, help="sequences of the whole job per step")
     parser.add_argument("--out", help="the page; a bar chart of the same name goes beside it, and the times as JSON")
-    parser.add_argument("--add", action="store_true", help="add to the times that --out has already")
+    parser.add_argument("--add", action="store_true", help="add to what --out has already, of the same model and batch")
     parser.add_argument("--replicas", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--hold", nargs=3, metavar=("SETTING", "SYSTEM", "FOLDER"), help=argparse.SUPPRESS)
     parser.add_argument("--be", nargs=2, metavar=("SYSTEM", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.steps < 2:
-        parser.error(f"--steps {args.steps}: the first step of a turn does not count, so at least 2")
+    if args.steps < 2 or args.turns < 1:
+        parser.error(f"--steps {args.steps} --turns {args.turns}: at least 2 steps (the first does not count), 1 turn")
     words = [__file__, "--turns", str(args.turns), "--steps", str(args.steps), "--batch", str(args.batch)]
     if args.be:
         name, folder = args.be[0], Path(args.be[1])
@@ -53,6 +62,7 @@ def main() -> None:
         return
     if args.hold:
         lab_turns.hold(args.hold[0], args.hold[1], Path(args.hold[2]), turns=args.turns, words=words)
+    lab_turns.end_on_sigterm()
     results: Results = {}
     saved = Path(args.out).with_suffix(".json") if args.out else None
     if args.add and saved is not None and saved.exists():
@@ -89,10 +99,12 @@ def main() -> None:
                 print(f"    {' '.join(key)}: {why}", flush=True)
             if saved is not None:  # hours of work: kept from the first sitting on
                 rows = [[*key, [asdict(run) for run in runs]] for key, runs in results.items()]
-                saved.write_text(json.dumps(rows, indent=1) + "\n")
+                part = saved.with_suffix(".part")
+                part.write_text(json.dumps(rows, indent=1) + "\n")
+                part.replace(saved)
     if not results:
         sys.exit("nothing was measured")
-    text = page(results, failures, command, args.batch)
+    text = page(results, failures, command, args.batch, Path(args.out or "lab.md").with_suffix(".png").name)
     print(text)
     if args.out:
         Path(args.out).write_text(text)

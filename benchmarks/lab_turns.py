@@ -3,13 +3,15 @@
 
 How fast a shared machine is changes by a fifth within an hour; two runs of a minute, one after the other, cannot show
 a difference of some per cent. Here every job of a sitting has its own lab and waits, between steps, until it is its
-turn: what is compared was measured within a minute, many times over. The first step of a turn does not count.
+turn: what is compared was measured within the minute or two of a round, many times over. The first step of a turn does
+not count.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -20,10 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import lab_settings
+from lab_systems import NOTES, RANKS
 
 WARM_UP = 2  # steps of each job before its first turn
 START = 300.0  # seconds that a job may take to start and warm up
-SLOWEST = 120.0  # seconds that a step may take
+SLOWEST = 600.0  # seconds that a step may take
 _LOOK = 0.1  # seconds between two looks at whose turn it is
 
 Key = tuple[str, str]  # setting and variant
@@ -37,7 +40,8 @@ class Run:
         sitting: Which jobs took turns with it: those of the same number.
         turns: Seconds of each step that counts, by turn.
         computes: Of Holmes: seconds per step that its busiest rank computes; 0 of others.
-        across: Of Holmes: bytes per step between clusters, and those of them that are sums of gradients.
+        across: Of Holmes: bytes per step between clusters, and those of them that replicas exchange (gradients,
+            parameters).
         said: What it printed about its plan.
     """
 
@@ -56,7 +60,6 @@ def take_turns(folder: Path, rank: int, steps: int) -> Callable[[], None]:
         rank: Whose.
         steps: Of a turn.
     """
-    from lab_systems import NOTES
 
     def wait() -> None:
         done = len(NOTES) - WARM_UP
@@ -68,6 +71,8 @@ def take_turns(folder: Path, rank: int, steps: int) -> Callable[[], None]:
         part.rename(folder / f"{turn}.{rank}")
         go = folder / f"{turn}.go"
         while not go.exists():
+            if not folder.exists():
+                raise SystemExit("the sitting has ended")
             time.sleep(_LOOK)
 
     return wait
@@ -83,22 +88,23 @@ class _Job:
         self._log = folder / "log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, *words, "--hold", *key, str(folder)], stdout=log, stderr=subprocess.STDOUT
-            )
+                [sys.executable, *words, "--hold", *key, str(folder)], stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,  # Ctrl-C reaches the sitting, which ends its jobs in order
+            )  # fmt: skip
 
     def go(self, turn: int) -> None:
         (self.folder / f"{turn}.go").touch()
 
     def wait(self, turn: int, seconds: float) -> bool:
         """Wait until all ranks wait for a turn; False if they never will."""
-        wanted = [self.folder / f"{turn}.{rank}" for rank in range(4)]
+        wanted = [self.folder / f"{turn}.{rank}" for rank in range(RANKS)]
         end = time.monotonic() + seconds
         while not all(file.exists() for file in wanted):
             if self._process.poll() is not None or time.monotonic() > end:
                 late = f"no answer for {seconds:.0f} s" if self._process.poll() is None else ""
                 lines = self._log.read_text(errors="replace").splitlines()
-                causes = [line for line in lines if "Error" in line] or lines[-1:] or ["no output"]
-                self.failure = late or causes[-1].strip()[:200]
+                causes = [line for line in lines if "seen:" in line or "Error: " in line or "exitcode" in line]
+                self.failure = late or next(iter(causes or lines[-1:]), "no output").strip()[:200]
                 self.close()
                 return False
             time.sleep(_LOOK / 2)
@@ -110,10 +116,11 @@ class _Job:
             self._process.wait(30.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait()
 
     def result(self, sitting: int, turns: int, steps: int) -> Run:
         """Return what was measured in the turns that have ended."""
-        ranks = [json.loads((self.folder / f"{turns}.{rank}").read_text()) for rank in range(4)]
+        ranks = [json.loads((self.folder / f"{turns}.{rank}").read_text()) for rank in range(RANKS)]
         clock = [note[0] for note in ranks[0]]
         run = Run(sitting=sitting)
         for turn in range(turns):
@@ -155,8 +162,11 @@ def sit(
             if not jobs[-1].wait(0, START + WARM_UP * SLOWEST) and place == 0:
                 return {}, {key: jobs[-1].failure}  # nothing to compare with
         for turn in range(turns):
+            if jobs[0].failure:  # nothing to compare with any more
+                break
             live = [job for job in jobs if not job.failure]
-            for job in live if turn % 2 == 0 else live[::-1]:
+            first = turn % len(live)
+            for job in [*live[first:], *live[:first]]:
                 job.go(turn)
                 job.wait(turn + 1, steps * SLOWEST)
             parts = []
@@ -165,28 +175,34 @@ def sit(
                     run = job.result(number, turn + 1, steps)
                     parts.append(f"{job.key[0]} {job.key[1]} {statistics.median(run.turns[-1]):.2f}")
             print(f"  turn {turn + 1}/{turns}: {', '.join(parts)}", flush=True)
-        live = [job for job in jobs if not job.failure]
-        found = {job.key: job.result(number, turns, steps) for job in live}
+        if jobs[0].failure:
+            return {}, {job.key: job.failure or "its reference failed" for job in jobs}
+        found = {job.key: job.result(number, turns, steps) for job in jobs if not job.failure}
         return found, {job.key: job.failure for job in jobs if job.failure}
     finally:
         for job in jobs:
             job.close()
 
 
-def hold(setting: str, name: str, folder: Path, *, turns: int, words: Sequence[str]) -> None:
-    """Be the process that holds one job of a sitting: its lab, and what its ranks print."""
-    import signal
+def end_on_sigterm() -> None:
+    """End in order on SIGTERM: what is up goes down on the way out."""
 
     def end(*_: object) -> None:
-        raise SystemExit(1)  # the lab goes down on the way out
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise SystemExit(1)
 
     signal.signal(signal.SIGTERM, end)
-    timeout = START + turns * 3600.0
-    command = [sys.executable, *words, "--be", name, str(folder), "--replicas"]
+
+
+def hold(setting: str, name: str, folder: Path, *, turns: int, words: Sequence[str]) -> None:
+    """Be the process that holds one job of a sitting: its lab, and what its ranks print."""
+    end_on_sigterm()
 
     def write(line: str) -> None:
         print(line, end="", flush=True)
 
+    timeout = START + turns * 3600.0
+    command = [sys.executable, *words, "--be", name, str(folder), "--replicas"]
     status = lab_settings.run(
         setting, name, lambda replicas: [*command, str(replicas)], folder, write=write, timeout=timeout
     )

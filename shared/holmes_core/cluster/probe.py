@@ -12,9 +12,10 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from holmes_core.cluster.exchange import Store
@@ -29,6 +30,7 @@ __all__ = [
     "cache_path",
     "gather",
     "key_of",
+    "make_comparable",
     "read_result",
     "write_result",
 ]
@@ -60,6 +62,7 @@ class RankSpeed(Value):
         operation: Seconds of one small tensor operation, called from Python.
         optimizer: Seconds of an AdamW step per parameter.
         copied: Seconds to copy a byte of gradients or parameters in memory.
+        fastest: `block` in the fastest moment of the measurement; 0: not known.
     """
 
     rank: int
@@ -80,11 +83,39 @@ class RankSpeed(Value):
     operation: float = 0.0
     optimizer: float = 0.0
     copied: float = 0.0
+    fastest: float = 0.0
 
     @property
     def block(self) -> float:
         """Seconds of one block, forward and backward, per sample of the measured micro-batch."""
         return self.forward + self.backward + (self.forward_fixed + self.backward_fixed) / self.samples
+
+
+#: Fields of RankSpeed that are times of this rank's computing.
+_TIMES = ("forward", "backward", "forward_fixed", "backward_fixed", "head_forward", "head_backward", "head_fixed",
+          "around", "operation", "optimizer", "copied")  # fmt: skip
+
+
+def make_comparable(speeds: Sequence[RankSpeed]) -> tuple[RankSpeed, ...]:
+    """Compare ranks by their fastest moments, and let all be disturbed alike.
+
+    What disturbs a rank while it is measured (neighbours on its machine, other programs) disturbs another rank a moment
+    later; it must not decide who gets fewer blocks. A slow rank is slow in its fastest moment, too.
+
+    Args:
+        speeds: As they were measured.
+
+    Returns:
+        The same with other times: how much longer than its fastest moment a block usually takes is the median of all.
+    """
+    if not speeds or any(not speed.fastest for speed in speeds):
+        return tuple(speeds)
+    usual = median(speed.block / speed.fastest for speed in speeds)
+    found = []
+    for speed in speeds:
+        factor = speed.fastest * usual / speed.block
+        found.append(replace(speed, **{name: getattr(speed, name) * factor for name in _TIMES}))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,7 +148,7 @@ class Gradients:
         self._hand_out.end()
 
     def give_up(self, seconds: float) -> None:
-        """After the failure of a rank: wait for what still comes in some seconds, and for nothing else."""
+        """After a failure: wait for parameters that still come in some seconds, and for nothing else."""
         self._hand_out.give_up(seconds)
 
     def close(self) -> None:

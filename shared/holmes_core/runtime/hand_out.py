@@ -72,11 +72,11 @@ class _Transfer:
     def mark(self) -> None:
         """Let whoever looks at the parameters wait."""
         with self._lock:
-            if self._work is None:
-                return
             for param in self.params:
                 param._holmes_transfer = self  # type: ignore[attr-defined]
                 param.__class__ = _Arriving
+            if self._work is None:  # it has come already, perhaps to a signal handler in between
+                self.give_up()
 
     def arrive(self, seconds: float | None = None) -> None:
         """Wait until the values are there.
@@ -87,19 +87,24 @@ class _Transfer:
         Raises:
             RuntimeError: They will not come: the connection is lost, or the time is up.
         """
-        with self._lock:
-            if self._work is None:
+        if not self._lock.acquire(timeout=-1 if seconds is None else seconds):
+            raise RuntimeError(f"another thread has waited for these parameters for more than {seconds:.0f} s")
+        try:
+            work, flat = self._work, self._flat
+            if work is None:
                 return
             with self._waiting(), torch.cuda.stream(self._stream):
-                self._work.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
+                work.wait(*([] if seconds is None else [timedelta(seconds=seconds)]))
                 if self._work is None:  # a signal handler of this thread was faster
                     return
-                if self._flat is not None:
+                if flat is not None:
                     with plainly():  # whatever the reader does with tensors
-                        unflatten_into(self._flat, [param.data for param in self.params])
+                        unflatten_into(flat, [param.data for param in self.params])
             if self._stream is not None:
                 torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self.give_up()
+        finally:
+            self._lock.release()
 
     def give_up(self) -> None:
         """Let nobody wait any more."""
@@ -146,7 +151,8 @@ def _arrive(param: Any) -> None:
     transfer = getattr(param, "_holmes_transfer", None)  # another thread may have waited in the meantime
     if transfer is not None:
         transfer.arrive()
-    _make_plain(param)
+    if getattr(param, "_holmes_transfer", None) in (None, transfer):  # not the next step's
+        _make_plain(param)
 
 
 def _make_plain(param: Any) -> None:
@@ -248,34 +254,38 @@ class HandOut:
                 large.append(param)
         late = self._late and not self._can_be_read_unseen()
         # Looked up before anything is sent: what sends a parameter keeps a tensor with its memory, too.
-        held = {p for p in self._params if not late or type(p) is not nn.Parameter or storage_is_shared(p)}
+        held = {p for p in self._params if late and (type(p) is not nn.Parameter or storage_is_shared(p))}
+        transfers: list[_Transfer] = []
         with torch.no_grad():
             # Small ones first: the first block needs some of them. All are sent before any is waited for.
             for owner, params in small.items():
                 for same in by_dtype(params):
-                    self._send(flatten([p.data for p in same]), same, owner)
+                    transfers.append(self._send(flatten([p.data for p in same]), same, owner))
             for param in large:
                 if param.data.is_contiguous():  # as it lies there: copies at both ends take as long as the way
-                    self._send(param.data, [param], self._owner[param], in_place=True)
+                    transfers.append(self._send(param.data, [param], self._owner[param], in_place=True))
                 else:
-                    self._send(flatten([param.data]), [param], self._owner[param])
-        now = [transfer for transfer in self._transfers if not held.isdisjoint(transfer.params)]
-        for transfer in self._transfers:
+                    transfers.append(self._send(flatten([param.data]), [param], self._owner[param]))
+        self._transfers = transfers
+        if not late:
+            self.end()
+            return
+        now = [transfer for transfer in transfers if not held.isdisjoint(transfer.params)]
+        for transfer in transfers:
             if transfer not in now:
                 transfer.mark()
-        if len(now) < len(self._transfers):
-            self._hooks = [module.register_forward_pre_hook(wait) for module, wait in self._waits]
+        self._hooks = [module.register_forward_pre_hook(wait) for module, wait in self._waits]
         for transfer in now:
             transfer.arrive()
 
-    def _send(self, flat: Tensor, params: Sequence[nn.Parameter], owner: int, *, in_place: bool = False) -> None:
+    def _send(self, flat: Tensor, params: Sequence[nn.Parameter], owner: int, *, in_place: bool = False) -> _Transfer:
         mine = owner == self._rank
         if mine:
             self._count(self._group, flat)
         stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
         work = dist.broadcast(flat, group=self._group, group_src=owner, async_op=True)
         touched = [] if mine and not in_place else params  # a copy is sent: the owner has nothing to wait for
-        self._transfers.append(_Transfer(work, None if in_place or mine else flat, touched, stream, self._waiting))
+        return _Transfer(work, None if in_place or mine else flat, touched, stream, self._waiting)
 
     def _can_be_read_unseen(self) -> bool:
         return anything_compiled() or any(isinstance(one, torch.jit.ScriptModule) for one in self._root.modules())
@@ -292,8 +302,14 @@ class HandOut:
         if self._transfers is transfers:  # other threads may end them, too
             self._forget()
 
+    def flush(self) -> None:
+        """Wait for everything that comes, whatever does not: who looks at that gets the error."""
+        for transfer in self._transfers:
+            with suppress(Exception):
+                transfer.arrive()
+
     def give_up(self, seconds: float) -> None:
-        """After a failure: wait for what still comes in some seconds; what does not, stays what it is."""
+        """After a failure: wait for what still comes in some seconds. What does not is old, or half of it is."""
         end = time.monotonic() + seconds
         for transfer in self._transfers:
             with suppress(Exception):
@@ -312,14 +328,13 @@ def _end(ref: weakref.ref[HandOut]) -> None:
     """At the end of the process: others may still wait for what this rank sends."""
     handed_out = ref()
     if handed_out is not None:
-        with suppress(Exception):
-            handed_out.end()
+        handed_out.flush()
 
 
 def _end_all() -> None:
     """Before a fork: the child has no threads that could receive anything."""
     for handed_out in list(_ALL):
-        handed_out.end()
+        handed_out.flush()
 
 
 os.register_at_fork(before=_end_all)

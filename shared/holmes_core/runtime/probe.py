@@ -29,6 +29,7 @@ from holmes_core.cluster.probe import (
     cache_path,
     gather,
     key_of,
+    make_comparable,
     read_result,
     write_result,
 )
@@ -168,7 +169,7 @@ def run_probe(
     for part in links:
         found.update({int(index): LinkRate.from_json(link) for index, link in json.loads(part).items()})
     result = ProbeResult(
-        speeds=tuple(RankSpeed.from_json(one["speed"]) for one in reports),
+        speeds=make_comparable([RankSpeed.from_json(one["speed"]) for one in reports]),
         links=tuple(found[index] for index in sorted(found)),
         model=block["name"],
         seconds=time.perf_counter() - start,

@@ -26,7 +26,7 @@ __all__ = ["StepHint", "measure_speed"]
 
 #: A control group's processor quota comes in slices of up to 100 ms: shorter measurements see bursts or pauses.
 _WINDOW = 0.2
-_WINDOWS, _FEW_WINDOWS = 8, 5  # of passes, of what varies less
+_WINDOWS, _FEW_WINDOWS = 8, 5  # of passes; of what varies less, or takes longer than `_LONGEST`
 _LONGEST = 1.0  # seconds for one size of micro-batch
 _SMALL_VOCABULARY, _BLOCKS = 8192, 4
 _MOST_SAMPLES = 8
@@ -86,9 +86,9 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
             ids = torch.randint(0, words, (count, seq), device=device)
             return lambda: copy(input_ids=ids, labels=ids).loss
 
-        many = _times(run(samples), blocks, sync)
+        many, fastest = _times(run(samples), blocks, sync)
         around = min(many[2], _around(copy, blocks, torch.randint(0, words, (samples, seq), device=device), sync))
-        one = _times(run(1), blocks, sync) if samples > 1 else many
+        one = _times(run(1), blocks, sync)[0] if samples > 1 else many
         optimizer = _optimizer_seconds(blocks[-1], sync)
         copied = _copy_seconds(blocks[-1], sync)
         operation = _operation_seconds(device, sync)
@@ -108,6 +108,7 @@ def measure_speed(root: nn.Module, *, device: torch.device, hint: StepHint, samp
         operation=operation,
         optimizer=optimizer,
         copied=copied,
+        fastest=fastest / samples,
     )
 
 
@@ -149,8 +150,10 @@ def _small_copy(model: nn.Module, device: torch.device) -> tuple[Any, float]:
 
 def _times(
     run: Callable[[], Any], blocks: Sequence[nn.Module], sync: Callable[[], None]
-) -> tuple[float, float, float, float]:
+) -> tuple[tuple[float, float, float, float], float]:
     """Return the seconds of a forward and a backward pass in one block, and of both outside the blocks.
+
+    And of both in one block in the fastest window.
 
     Taken within passes of the whole copy: a block that runs alone again and again finds its weights in the cache, and
     the difference of two measurements would mostly be their noise.
@@ -178,7 +181,9 @@ def _times(
     try:
         start = time.perf_counter()
         _one_pass(run, sync)  # the first one allocates, loads kernels and chooses algorithms
-        while len(windows) < _WINDOWS and (len(windows) < 2 or time.perf_counter() - start < _LONGEST):
+        while len(windows) < _WINDOWS and (
+            len(windows) < _FEW_WINDOWS or time.perf_counter() - start < _LONGEST
+        ):
             inside[:] = [0.0, 0.0]
             there, back, count = 0.0, 0.0, 0
             while there + back < _WINDOW:
@@ -193,11 +198,11 @@ def _times(
         for handle in handles:
             handle.remove()
     forward, backward, before, after = (_usual(values) for values in zip(*windows, strict=True))
-    return forward, backward, before, after
+    return (forward, backward, before, after), min(window[0] + window[1] for window in windows)
 
 
-def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
-    """Return the seconds of a forward and of a backward pass."""
+def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float, float]:
+    """Return the seconds of a forward and of a backward pass, and of both in the fastest window."""
     windows: list[tuple[float, float]] = []
     _one_pass(run, sync)
     while len(windows) < _WINDOWS:
@@ -207,7 +212,7 @@ def _passes(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, fl
             there, back, count = there + f, back + b, count + 1
         windows.append((there / count, back / count))
     forward, backward = (_usual(values) for values in zip(*windows, strict=True))
-    return forward, backward
+    return forward, backward, min(there + back for there, back in windows)
 
 
 def _one_pass(run: Callable[[], Any], sync: Callable[[], None]) -> tuple[float, float]:
@@ -330,5 +335,5 @@ def _matrix_products(
     def run() -> Tensor:
         return torch.stack([(x @ m.t()).sum() for x, m in zip(inputs, matrices, strict=True)]).sum()
 
-    forward, backward = _passes(run, sync)
-    return RankSpeed(rank=0, host="", samples=samples, forward=forward / samples, backward=backward / samples)
+    forward, backward, fastest = (seconds / samples for seconds in _passes(run, sync))
+    return RankSpeed(rank=0, host="", samples=samples, forward=forward, backward=backward, fastest=fastest)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from holmes_core.cluster.limits import available_memory, cpu_cores, resident_bytes
 from holmes_core.cluster.probe import (
@@ -19,12 +22,14 @@ from holmes_core.cluster.probe import (
     RankSpeed,
     cache_path,
     gather,
+    make_comparable,
     read_result,
     write_result,
 )
 from holmes_core.cluster.probe_links import listen, measure_links, rounds_of
 from holmes_core.errors import HolmesError
 from holmes_core.plan.probe import pairs_of, slowest_links
+from holmes_core.runtime.probe_speed import StepHint, measure_speed
 from tests.core.plan.networks import two_by_two
 
 
@@ -142,6 +147,41 @@ def test_gather_names_who_is_absent_and_what_it_said() -> None:
     with pytest.raises(HolmesError, match="2 of 4 ranks") as caught:
         gather(store, "speed", "zero", rank=0, world_size=4, timeout=0.1, doing="computing")
     assert "rank 2 (last said: host h2: computing), rank 3" in caught.value.seen
+
+
+def test_ranks_are_compared_by_their_fastest_moments() -> None:
+    """A neighbour on the machine of one rank while it was measured gives nobody fewer blocks; a slow host does."""
+    quiet = RankSpeed(rank=0, host="a", samples=2, forward=1.0, backward=2.0, forward_fixed=0.5, backward_fixed=0.5,
+                      head_forward=1.0, fastest=3.0)  # fmt: skip
+    disturbed = replace(
+        quiet, rank=1, forward=1.5, backward=3.0, forward_fixed=0.75, backward_fixed=0.75, head_forward=1.5
+    )
+    slow = replace(quiet, rank=2, forward=2.0, backward=4.0, forward_fixed=1.0, backward_fixed=1.0, fastest=6.0)
+    found = make_comparable([quiet, disturbed, slow, replace(quiet, rank=3)])
+    assert [speed.rank for speed in found] == [0, 1, 2, 3]
+    assert [speed.block for speed in found] == pytest.approx([3.5, 3.5, 7.0, 3.5])
+    assert found[1].head_forward == pytest.approx(1.0)
+    assert found[0] == quiet, "usual times stay usual"
+    # All are disturbed: that is how training will be.
+    assert [speed.block for speed in make_comparable([disturbed, replace(disturbed, rank=0)])] == [5.25, 5.25]
+    before = [replace(quiet, fastest=0.0), disturbed]
+    assert make_comparable(before) == tuple(before), "measured by an earlier release"
+    assert make_comparable([]) == ()
+
+
+@pytest.mark.parametrize("language_model", [True, False])
+def test_a_rank_knows_its_fastest_moment(language_model: bool) -> None:
+    config = GPT2Config(
+        vocab_size=50, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    blocks = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))
+    model = GPT2LMHeadModel(config) if language_model else blocks
+    found = measure_speed(model, device=torch.device("cpu"), hint=StepHint(), samples=2, seq=8)
+    assert found.fastest > 0
+    if not language_model:  # else `block` is on a line through the usual passes of one sample and of both
+        assert found.fastest <= found.block * 1.0001
+    else:
+        assert found.fastest < 3 * found.block
 
 
 def test_the_cache(tmp_path: Path) -> None:

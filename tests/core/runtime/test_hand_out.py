@@ -257,6 +257,8 @@ def work(rank: int, folder: str) -> None:
                     store.wait([f"begun {name}"], timedelta(seconds=30))
                     time.sleep(0.2)  # what does not wait sees old values
                 job.hand_out.begin()
+                if name in ("not late", "scripted", "compiled"):
+                    assert not job.hand_out._transfers, "what this rank sends has left"
             job.hand_out.end()
             assert not job.pending()
             outcomes[name] = ""
