@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from holmes_core.runtime.hand_out import HandOut, _Arriving
+from holmes_core.runtime.torch_compat import storage_is_shared
 
 OLD, NEW = 1.0, 2.0
 WIDTH = 256  # a matrix of it is large enough to travel by itself
@@ -249,6 +250,10 @@ def work(rank: int, folder: str) -> None:
         dist.barrier()
         try:
             if rank == 1:
+                for _ in range(500):  # gloo's thread keeps what the step before has sent for a moment
+                    if name == "held" or not any(storage_is_shared(p) for p in job.params.values()):
+                        break
+                    time.sleep(0.01)
                 job.hand_out.begin()
                 store.set(f"begun {name}", "1")
                 look()
