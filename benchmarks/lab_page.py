@@ -15,6 +15,8 @@ from lab_turns import Key, Run
 Results = dict[Key, list[Run]]
 #: One fabric, as the job plans itself: in every sitting, and what all others are compared with.
 REFERENCE: Key = ("homogeneous", "planned")
+#: All means at once, which variants with one of them changed are compared with.
+BASE = "holmes"
 
 
 def seconds(results: Results, key: Key) -> list[float]:
@@ -58,6 +60,37 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
+def limit(results: Results, key: Key) -> tuple[float, str] | None:
+    """Return the seconds that a step of Holmes cannot go below with this layout, and what takes them; None of peers.
+
+    The busiest rank's computing, or what the rank that sends most sends over its port at the port's rate.
+    """
+    runs = [run for run in results[key] if run.computes]
+    if not runs:
+        return None
+    computes = statistics.median(run.computes for run in runs)
+    rate = FABRIC if key[0] == "homogeneous" else FABRIC // int(key[0].lstrip("abcdefghijklmnopqrstuvwxyz"))
+    sends = statistics.median(run.link for run in runs) * 8 / rate
+    return (computes, "computing") if computes >= sends else (sends, "the slow link")
+
+
+def ablations(results: Results) -> list[str]:
+    """Return a table of Holmes' means, each switched off or on alone: against the layout that has them all."""
+    lines: list[str] = []
+    for setting in TITLES:
+        base = (setting, BASE)
+        keys = [(setting, name) for name, one in VARIANTS.items() if one.kind == "holmes" and one.config.get("pp")]
+        for key in keys:
+            if base in results and key in results and key != base:
+                lines.append(f"| {TITLES[setting]} | {VARIANTS[key[1]].label} | {against(results, key, base)} | "
+                             f"{statistics.median(seconds(results, key)):.2f} |")  # fmt: skip
+    if lines:
+        head = f"One at a time, against: {VARIANTS[BASE].label}. More than 1 x: the means gains."
+        lines = ["", "## What each means gains", "", head, "", "| setting | instead | time | s/step |",
+                 "| --- | --- | --- | --- |", *lines]  # fmt: skip
+    return lines
+
+
 def page(results: Results, failures: dict[Key, str], words: str, batch: int, picture: str) -> str:
     """Return the result page."""
     from lab_systems import LENGTH, SIZE
@@ -94,16 +127,15 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int, pic
         "",
         "## Every variant",
         "",
-        "| setting | system | variant | speed, quartiles | rounds | s/step | busiest rank computes | "
-        "MB between clusters |",
+        "| setting | system | variant | speed, quartiles | rounds | s/step | limit | MB between clusters |",
     ]
     lines += ["| --- | --- | --- | --- | --- | --- | --- | --- |"]
     for key in sorted(results, key=lambda key: (list(TITLES).index(key[0]), list(VARIANTS).index(key[1]))):
         runs, middle = results[key], statistics.median(seconds(results, key))
-        computes = statistics.median(run.computes for run in runs)
-        part = f"{computes:.2f} s, {computes / middle:.0%}" if computes else "-"
-        sent = "-"
-        if computes and (least := bound(key[0], batch)):
+        part = sent = "-"
+        if least_time := limit(results, key):
+            part = f"{least_time[0]:.2f} s ({least_time[1]}), {least_time[0] / middle:.0%}"
+        if least_time and (least := bound(key[0], batch)):
             total, sums = (statistics.median(run.across[kind] for run in runs) for kind in (0, 1))
             sent = f"{total / 1e6:.1f} ({total / least:.2f} of the bound; between replicas {sums / 1e6:.1f})"
         found_speeds = speeds(results, key)
@@ -114,6 +146,7 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int, pic
         )
     lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | 0 | {why} | - | - |" for (s, n), why
               in failures.items() if (s, n) not in results]  # fmt: skip
+    lines += ablations(results)
     return "\n".join(lines) + "\n"
 
 

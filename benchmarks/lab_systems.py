@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 #: What one step took: its end on this rank's clock; under Holmes also, summed since the start: seconds this rank
-#: computed, bytes it sent to other clusters, and those of them that are sums of gradients or parameters.
+#: computed, bytes it sent to other clusters (to anybody, where there is one cluster only), and those of them that are
+#: sums of gradients or parameters.
 Note = tuple[float, float, int, int]
 NOTES: list[Note] = []
 #: Called after each step, with its note in NOTES: may wait.
@@ -65,7 +66,7 @@ def after_step(engine: Any = None) -> None:
         across = [
             (axes.get(name, "shared"), sent)
             for name, ranks, sent in engine.groups.traffic.rows()
-            if len({topology.cluster_index(rank) for rank in ranks}) > 1
+            if len(topology.clusters) == 1 or len({topology.cluster_index(rank) for rank in ranks}) > 1
         ]
     NOTES.append((now, compute, sum(n for _, n in across), sum(n for axis, n in across if axis == "dp")))
     for wait in WAIT:

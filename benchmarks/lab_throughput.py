@@ -7,10 +7,10 @@
         [--steps 3] [--together 4] [--out benchmarks/lab.md] [--add]
 
 See lab_settings.py for the labs and the systems and lab_turns.py for how they are timed. A sitting is some jobs that
-take turns, Holmes on one fabric always among them; a repetition starts all of them anew. "Busiest rank computes" is the
-time it spends in blocks, head and loss (Holmes counts it): the limit that the same layout would reach if nothing else
-took time, as long as no link has more to do than that. Bytes between clusters are payload that Holmes counts where it
-hands tensors to a process group.
+take turns, Holmes on one fabric always among them; a repetition starts all of them anew. "Limit" is the time that the
+busiest rank spends in blocks, head and loss (Holmes counts it), or that the slow link takes for its bytes, if that is
+more: what the same layout would reach if nothing else took time. Bytes between clusters are payload that Holmes counts
+where it hands tensors to a process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from pathlib import Path
 
 import lab_turns
 from lab_page import REFERENCE, Results, draw, page
-from lab_settings import TITLES, VARIANTS
+from lab_settings import FABRIC, TITLES, VARIANTS, host_cpus
+from lab_systems import LENGTH, SIZE
 from lab_turns import Key, Run
 
 
@@ -65,8 +66,12 @@ def main() -> None:
     lab_turns.end_on_sigterm()
     results: Results = {}
     saved = Path(args.out).with_suffix(".json") if args.out else None
+    what = f"{SIZE}; {args.batch} x {LENGTH} tokens; {host_cpus():g} CPUs per host; {FABRIC} bit/s"
     if args.add and saved is not None and saved.exists():
-        for *key, runs in json.loads(saved.read_text()):
+        kept = json.loads(saved.read_text())
+        if kept["what"] != what:
+            parser.error(f"--add: {saved} has {kept['what']}; this would be {what}: not to be compared")
+        for *key, runs in kept["runs"]:
             results[key[0], key[1]] = [Run(**run) for run in runs]
     failures: dict[Key, str] = {}
     keys = [(setting, name) for setting in args.settings for name in args.systems]
@@ -100,7 +105,7 @@ def main() -> None:
             if saved is not None:  # hours of work: kept from the first sitting on
                 rows = [[*key, [asdict(run) for run in runs]] for key, runs in results.items()]
                 part = saved.with_suffix(".part")
-                part.write_text(json.dumps(rows, indent=1) + "\n")
+                part.write_text(json.dumps({"what": what, "runs": rows}, indent=1) + "\n")
                 part.replace(saved)
     if not results:
         sys.exit("nothing was measured")

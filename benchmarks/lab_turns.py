@@ -40,8 +40,9 @@ class Run:
         sitting: Which jobs took turns with it: those of the same number.
         turns: Seconds of each step that counts, by turn.
         computes: Of Holmes: seconds per step that its busiest rank computes; 0 of others.
-        across: Of Holmes: bytes per step between clusters, and those of them that replicas exchange (gradients,
-            parameters).
+        across: Of Holmes: bytes per step between clusters (between hosts, where there is one cluster only), and those
+            of them that replicas exchange (gradients, parameters).
+        link: Of Holmes: how many of the former the rank sends that sends most.
         said: What it printed about its plan.
     """
 
@@ -49,6 +50,7 @@ class Run:
     turns: list[list[float]] = field(default_factory=list)
     computes: float = 0.0
     across: tuple[float, float] = (0.0, 0.0)
+    link: float = 0.0
     said: list[str] = field(default_factory=list)
 
 
@@ -133,6 +135,7 @@ class _Job:
                 for notes in ranks]  # fmt: skip
         run.computes = max(one[0] for one in sums)
         run.across = (sum(one[1] for one in sums), sum(one[2] for one in sums))
+        run.link = max(one[1] for one in sums)
         words = ("by what was measured", "measured in", "predicted:")
         lines = self._log.read_text(errors="replace").splitlines()
         run.said = [line.partition("| ")[2].strip() for line in lines if any(word in line for word in words)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from holmes_core.cluster.probe import ProbeResult
@@ -32,6 +33,8 @@ __all__ = ["Decision", "Step", "decide", "gib"]
 
 #: What another layout, and another split of the blocks, must gain to be taken instead of the usual one.
 _CLEARLY_FASTER, _CLEARLY_BETTER = 1.05, 1.03
+#: What a setting that is off must promise to be named.
+_WORTH_SAYING = 0.02
 _USUAL_BATCH = 8  # samples of a replica's batch where nobody knows
 _SHOWN = 4
 
@@ -171,6 +174,11 @@ def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeRes
     if means := _means(rule.choice, chosen.choice, config):
         faster = f"; together {_speed(usual) / _speed(rule) - 1:.0%} more samples per second" if chosen is usual else ""
         notes.append(f"by what was measured: {', '.join(means)}{faster}")
+    if probe is not None and (more := _by_late_parameters(model, chosen)) >= _WORTH_SAYING:
+        notes.append(
+            f"overlap_param_gather: true would give {more:.0%} more samples per second; it is off because some scripts "
+            "would read old values (docs/slow-link.md)"
+        )
     return Decision(
         config=_filled(config, chosen, rule, probe),
         topology=ordered(topology, chosen.choice.order) if chosen.choice.order != order else topology,
@@ -304,6 +312,15 @@ def _fits(model: CostModel, one: Candidate, step: Step) -> bool:
 
 def _speed(one: Candidate) -> float:
     return one.prediction.tokens_per_second
+
+
+def _by_late_parameters(model: CostModel, one: Candidate) -> float:
+    """Return what handing out parameters under the next forward would gain, as a part of the speed without it."""
+    if model.job.overlap_param_gather or one.choice.schedule not in SIMULATED:
+        return 0.0
+    late = copy(model)
+    late.job = replace(model.job, overlap_param_gather=True)
+    return predict_by_simulation(late, one.choice).tokens_per_second / _speed(one) - 1
 
 
 def _degrees(choice: Choice) -> str:

@@ -20,6 +20,7 @@ from holmes_core.plan.layout import ModelFacts, choose_layout
 from holmes_core.plan.plan_file import check_followed, check_topology
 from holmes_core.runtime.engine import Engine
 from holmes_core.runtime.environment import require_ofi_plugin, set_missing
+from holmes_core.runtime.memory import give_back_freed_memory, keep_freed_memory
 from holmes_core.runtime.planning import plan_by_rule, recompute_blocks, settle
 from holmes_core.runtime.probe import StepHint
 from holmes_core.runtime.process_groups import ProcessGroups
@@ -115,6 +116,8 @@ def build_engine(
         meeting = meet(rank=dist.get_rank(), world_size=dist.get_world_size(), timeout=config.timeout)
     topology = meeting.topology(config)
     check_topology(config, topology)
+    if device.type == "cpu":
+        keep_freed_memory()  # before the probe: what it measures is what will be
     config, chain, plan = settle(config, root, topology, device=device, hint=hint or StepHint())
     check_followed(config, plan)
     if device.type == "cuda":
@@ -155,4 +158,6 @@ def build_engine(
     if convert is not None:
         convert(root)
     engine.build()
+    if device.type == "cpu":
+        give_back_freed_memory()  # of the stages that others hold
     return engine

@@ -189,6 +189,25 @@ def test_what_hides_a_slow_link_is_decided_by_what_was_measured() -> None:
     assert found.prediction.step_seconds < 0.95 * plain.prediction.step_seconds
 
 
+def test_a_setting_that_is_off_is_named_where_it_would_gain() -> None:
+    """Parameters that come under the next forward: not decided for the user, who is told what they would gain."""
+    where = topology((1, 1), (1, 1))
+    config = {"pp": 2, "num_microbatches": 8, "sharding": "optimizer"}
+    name = "overlap_param_gather: true"
+    slow = decided(where, config, step(where), probe(where, gbits=1.0))
+    assert not slow.config.overlap_param_gather
+    (note,) = (note for note in slow.notes if name in note)
+    on = decided(where, {**config, "overlap_param_gather": True}, step(where), probe(where, gbits=1.0))
+    gain = slow.prediction.step_seconds / on.prediction.step_seconds - 1
+    assert f"{gain:.0%} more samples" in note
+    assert not any(name in note for note in on.notes)
+    fast = decided(where, config, step(where), probe(where, gbits=400.0))
+    assert not any(name in note for note in fast.notes), "there is nothing to gain"
+    none = decided(where, {**config, "sharding": "none"}, step(where), probe(where, gbits=1.0))
+    assert not any(name in note for note in none.notes), "nothing is handed out"
+    assert not any(name in note for note in decided(where, config, step(where), None).notes), "nothing was measured"
+
+
 def test_nothing_is_hidden_by_guess() -> None:
     where = topology((1, 1), (1, 1))
     found = decided(where, {"pp": 2, "num_microbatches": 8}, step(where), None)
