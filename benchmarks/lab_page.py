@@ -15,6 +15,12 @@ from lab_turns import Key, Run
 Results = dict[Key, list[Run]]
 #: One fabric, as the job plans itself: in every sitting, and what all others are compared with.
 REFERENCE: Key = ("homogeneous", "planned")
+#: What is asked of Holmes: its speed on one fabric is 1.
+GOALS = {"hybrid8": 0.99, "hybrid25": 0.95, "hybrid100": 0.80}
+#: At most this part of a peer's time: half, where a ring of all gradients takes longer than computing; else no more
+#: than it, as far as this can be told.
+PARTS = {"hybrid25": 0.5, "hybrid100": 0.5}
+LEVEL = 1.01
 #: All means at once, which variants with one of them changed are compared with.
 BASE = "holmes"
 
@@ -91,6 +97,41 @@ def ablations(results: Results) -> list[str]:
     return lines
 
 
+def goals(results: Results, batch: int) -> list[str]:
+    """Return a table of what is asked of Holmes and what was measured."""
+    rows: list[tuple[str, str, bool]] = []
+    for setting in TITLES:
+        found = best_of(results, setting)
+        if "Holmes" not in found:
+            continue
+        own = found["Holmes"]
+        speed = statistics.median(speeds(results, own))
+        if setting in GOALS:
+            asked = f"{TITLES[setting]}: at least {GOALS[setting]:.2f} of one fabric's speed"
+            rows.append((asked, f"{speed:.3f}", speed >= GOALS[setting]))
+        peers = {s: statistics.median(speeds(results, key)) for s, key in found.items() if not s.startswith("Holmes")}
+        if peers:
+            best = max(peers, key=lambda peer: peers[peer])
+            rounds = min(len(speeds(results, found[best])), len(speeds(results, own)))
+            part = PARTS.get(setting, LEVEL)
+            asked = "every peer takes at least twice the time" if part < 1 else "no peer is faster"
+            all_peers = {one.system for one in VARIANTS.values() if not one.system.startswith("Holmes")}
+            rows.append((
+                f"{TITLES[setting]}: {asked} ({len(peers)} of {len(all_peers)} measured)",
+                f"{best}, the fastest: {against(results, found[best], own)} Holmes' time; {rounds} rounds",
+                peers[best] <= part * speed,
+            ))  # fmt: skip
+        if least := bound(setting, batch):
+            total, sums = (statistics.median(run.across[kind] for run in results[own]) for kind in (0, 1))
+            rows.append((
+                f"{TITLES[setting]}: at most 1.05 x the bytes that must cross; 0 of them are sums of replicas",
+                f"{total / least:.2f} x; {sums / 1e6:.1f} MB",
+                total <= 1.05 * least and not sums,
+            ))  # fmt: skip
+    lines = [f"| {asked} | {measured} | {'yes' if met else 'NO'} |" for asked, measured, met in rows]
+    return ["", "## Goals", "", "| asked | measured | met |", "| --- | --- | --- |", *lines] if lines else []
+
+
 def page(results: Results, failures: dict[Key, str], words: str, batch: int, picture: str) -> str:
     """Return the result page."""
     from lab_systems import LENGTH, SIZE
@@ -123,6 +164,7 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int, pic
                 f"| {TITLES[setting]} | {system} | {VARIANTS[found[system][1]].label} | {speed:.2f} | {times} | "
                 f"{middle:.2f} | {batch * LENGTH / middle:.0f} |"
             )
+    lines += goals(results, batch)
     lines += [
         "",
         "## Every variant",

@@ -58,6 +58,9 @@ BEST: dict[str, Any] = {**PP2, "num_microbatches": 8, "defer_weights": True, "ta
 PLANNED = {"homogeneous": 1, "three8": 4, "ethernet8": 4}
 VARIANTS = {
     "planned": _holmes("as the job plans itself", 2, probe="auto", print_plan=True),
+    "planned-late": _holmes(
+        "as the job plans itself, overlap_param_gather", 2, probe="auto", print_plan=True, overlap_param_gather=True
+    ),
     "planned-accelerate": _holmes(
         "as the job plans itself", 2, kind="holmes_accelerate", system="Holmes (Accelerate)", probe="auto",
         print_plan=True,
@@ -89,8 +92,14 @@ VARIANTS = {
     "accelerate-ddp": Variant(
         system="Accelerate DDP", kind="accelerate_ddp", label="25 MB buckets", options={"bucket_cap_mb": 25}
     ),
+    "accelerate-ddp4": Variant(
+        system="Accelerate DDP", kind="accelerate_ddp", label="4 MB buckets", options={"bucket_cap_mb": 4}
+    ),
     "accelerate-fsdp2": Variant(
         system="Accelerate FSDP2", kind="accelerate_fsdp2", label="parameters kept", options={"reshard": False}
+    ),
+    "accelerate-fsdp2-reshard": Variant(
+        system="Accelerate FSDP2", kind="accelerate_fsdp2", label="parameters gathered twice", options={"reshard": True}
     ),
     "composed": Variant(
         system="torch pipelining + FSDP2", kind="composed", label="pp 2 x dp 2, 8 micro-batches",

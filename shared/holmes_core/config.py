@@ -10,12 +10,24 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import yaml
-
-from holmes_core.cluster.host import ClusterSpec, expand_ranks
+from holmes_core.cluster.host import ClusterSpec
 from holmes_core.cluster.value import Value
+from holmes_core.config_file import read_clusters_of_file, read_yaml
+from holmes_core.config_values import (
+    HARDWARE_KEYS,
+    check_int,
+    one_of,
+    read_clusters,
+    read_ints,
+    read_names,
+    read_placement,
+    read_rank_order,
+    read_seconds,
+    read_speeds,
+    refuse,
+)
 from holmes_core.errors import ConfigError, did_you_mean
 
 __all__ = [
@@ -37,11 +49,6 @@ ZERO_BUBBLE = ("interleaved_zb", "zbv", "dualpipev")
 #: Schedules in which the embedding may be a stage of its own on the last rank.
 EMBEDDING_SCHEDULES = ("1f1b", "gpipe")
 
-#: What a cluster may say of its hardware. `holmes plan` reads it (plan/hardware.py); a job finds out for itself.
-HARDWARE_KEYS = (
-    "gpu", "gpus", "memory", "tflops", "speed", "link", "bandwidth", "nics", "nic_rate", "ethernet_rate",
-)  # fmt: skip
-
 _TORCH_NAMES = {"interleavedzerobubble": "interleaved_zb", "zbvzerobubble": "zbv"}
 _STAGES_PER_RANK = {  # schedule -> (smallest, largest, default) number of stages per rank
     "1f1b": (1, 1, 1),
@@ -62,7 +69,6 @@ _CHOICES = {
     "partition": ("auto", "equal", "paper"),
     "resume": ("auto", "off"),
 }
-_PLACES = ("first", "last", "ends", "all")
 _COUNTS = ("pp", "dp", "tp", "num_microbatches", "micro_batch_size", "virtual_stages", "seq_len")
 _FLAGS = (
     "check_loss", "checkpoint_async", "dynamic_shapes", "last_stage_on_rank_zero", "overlap",
@@ -221,35 +227,35 @@ class HolmesConfig(Value):
         put = partial(object.__setattr__, self)
         for name in _COUNTS:
             if (value := getattr(self, name)) is not None:
-                _check_int(name, value, at_least=1)
+                check_int(name, value, at_least=1)
         if self.run_ahead is not None:
-            _check_int("run_ahead", self.run_ahead, at_least=0)
+            check_int("run_ahead", self.run_ahead, at_least=0)
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "true or false")
-        put("timeout", _seconds("timeout", self.timeout))
-        put("failure_timeout", _seconds("failure_timeout", self.failure_timeout))
+                refuse(name, getattr(self, name), "true or false")
+        put("timeout", read_seconds("timeout", self.timeout))
+        put("failure_timeout", read_seconds("failure_timeout", self.failure_timeout))
         if self.memory_limit is not None:
             limit = self.memory_limit
             if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not 0 <= limit < math.inf:
-                _refuse("memory_limit", limit, "a number of GiB, or 0")
+                refuse("memory_limit", limit, "a number of GiB, or 0")
         for name in ("recompute", "defer_weights", "taper"):
             if (value := getattr(self, name)) is not None and not isinstance(value, bool):
-                _refuse(name, value, "true or false")
+                refuse(name, value, "true or false")
         put("schedule", normalize_schedule(self.schedule))
         put("resume", "off" if str(self.resume) == "False" else self.resume)  # yaml reads off as false
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
-                _refuse(name, getattr(self, name), _one_of(choices), options=choices)
-        put("layers_per_stage", _ints("layers_per_stage", self.layers_per_stage))
-        put("rank_order", _rank_order(self.rank_order))
-        put("split_points", _names("split_points", self.split_points))
-        put("placement", _placement(self.placement))
-        put("cluster_speeds", _speeds(self.cluster_speeds))
-        put("clusters", _clusters(self.clusters))
+                refuse(name, getattr(self, name), one_of(choices), options=choices)
+        put("layers_per_stage", read_ints("layers_per_stage", self.layers_per_stage))
+        put("rank_order", read_rank_order(self.rank_order))
+        put("split_points", read_names("split_points", self.split_points))
+        put("placement", read_placement(self.placement))
+        put("cluster_speeds", read_speeds(self.cluster_speeds))
+        put("clusters", read_clusters(self.clusters))
         for name in ("cluster_file", "traffic_file", "plan", "probe"):
             if (path := getattr(self, name)) is not None and not isinstance(path, str):
-                _refuse(name, path, "the path of a file")
+                refuse(name, path, "the path of a file")
         for first, second in (_ONE_OF[0], _ONE_OF[2]):
             if getattr(self, first) is not None and getattr(self, second) is not None:
                 raise _both(first, second, where=f"HolmesConfig.{first}")
@@ -345,7 +351,7 @@ class HolmesConfig(Value):
         if "clusters" not in merged and "cluster_file" not in merged and env.get("HOLMES_CLUSTER"):
             merged["cluster_file"], origins["cluster_file"] = env["HOLMES_CLUSTER"], "environment HOLMES_CLUSTER"
         if "cluster_file" in merged:
-            merged["clusters"] = _read_clusters(merged["cluster_file"], origins["cluster_file"])
+            merged["clusters"] = read_clusters_of_file(merged["cluster_file"], origins["cluster_file"])
         try:
             config = cls(**merged)
         except ConfigError as error:
@@ -370,109 +376,8 @@ def normalize_schedule(name: object) -> str:
     key = name.lower().replace("_", "").replace("-", "") if isinstance(name, str) else ""
     by_key = {known.replace("_", ""): known for known in SCHEDULES} | _TORCH_NAMES
     if key not in by_key:
-        _refuse("schedule", name, _one_of(SCHEDULES), options=by_key.values(), word=key)
+        refuse("schedule", name, one_of(SCHEDULES), options=by_key.values(), word=key)
     return by_key[key]
-
-
-def _one_of(choices: Sequence[str]) -> str:
-    return "one of: " + ", ".join(choices)
-
-
-def _refuse(
-    name: str, value: object, allowed: str, *, options: Iterable[str] = (), word: str | None = None
-) -> NoReturn:
-    hint = did_you_mean(word or value, options) if isinstance(value, str) else ""
-    if isinstance(value, str) and (value.strip().isdigit() or value.lower() in ("true", "false", "none", "null")):
-        hint = hint or f"; in yaml write {value.strip()} without quotes"
-    raise ConfigError(
-        seen=f"{name} is {value!r} ({type(value).__name__}){hint}",
-        where=f"HolmesConfig.{name}",
-        do=f"give {name} {allowed}",
-    )
-
-
-def _check_int(name: str, value: object, *, at_least: int, of: object = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        what = "a whole number" if of is None else "whole numbers like 4,4,3, each"
-        _refuse(name, value if of is None else of, f"{what}, {at_least} or more")
-
-
-def _seconds(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        _refuse(name, value, "a positive number of seconds")
-    return float(value)
-
-
-def _sequence(name: str, value: object, example: str) -> list[Any] | None:
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return [part.strip() for part in value.strip("[]() ").split(",") if part.strip()]
-    if not isinstance(value, Sequence) or not value:
-        _refuse(name, value, f"a list like {example}")
-    return list(value)
-
-
-def _ints(name: str, value: object) -> tuple[int, ...] | None:
-    items = _sequence(name, value, "[4, 4, 3]")
-    if items is None:
-        return None
-    numbers = [int(item) if isinstance(value, str) and item.isdigit() else item for item in items]
-    for number in numbers:
-        _check_int(name, number, at_least=0, of=value)
-    if not numbers:
-        _refuse(name, value, "a list like [4, 4, 3]")
-    return tuple(numbers)
-
-
-def _rank_order(value: object) -> tuple[int, ...] | None:
-    order = None if value is None else expand_ranks(value, where="HolmesConfig.rank_order")
-    if order is not None and (not order or sorted(order) != list(range(len(order)))):
-        _refuse("rank_order", value, "each rank from 0 to world size - 1, once")
-    return order
-
-
-def _names(name: str, value: object) -> tuple[str, ...] | None:
-    items = _sequence(name, value, "[model.layers.4, model.layers.8]")
-    if items is None:
-        return None
-    if not items or not all(isinstance(item, str) and item for item in items) or len(set(items)) != len(items):
-        _refuse(name, value, "a list of different module names like [model.layers.4, model.layers.8]")
-    return tuple(items)
-
-
-def _placement(value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        _refuse("placement", value, "a mapping like {model.rotary_emb: all}")
-    for module, place in value.items():
-        if place not in _PLACES:
-            hint = did_you_mean(place, _PLACES) if isinstance(place, str) else ""
-            raise ConfigError(
-                seen=f"{module!r} is placed on {place!r}{hint}",
-                where=f"HolmesConfig.placement[{module!r}]",
-                do=f"place it on {_one_of(_PLACES)}",
-            )
-    return dict(value)
-
-
-def _speeds(value: object) -> dict[str, float]:
-    if not isinstance(value, Mapping):
-        _refuse("cluster_speeds", value, "a mapping like {a: 197, b: 160}")
-    for name, speed in value.items():
-        if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
-            _refuse("cluster_speeds", value, f"a positive number for each cluster; {name!r} has {speed!r}")
-    return {str(name): float(speed) for name, speed in value.items()}
-
-
-def _clusters(value: object) -> tuple[ClusterSpec, ...] | None:
-    specs = _sequence("clusters", value, "[{name: a, kind: infiniband, hosts: [n1, n2]}]")
-    if specs is None:
-        return None
-    plain = [
-        {key: part for key, part in spec.items() if key not in HARDWARE_KEYS} if isinstance(spec, Mapping) else spec
-        for spec in specs
-    ]
-    return tuple(ClusterSpec.parse(spec, where=f"HolmesConfig.clusters[{index}]") for index, spec in enumerate(plain))
 
 
 def _both(first: str, second: str, *, where: str) -> ConfigError:
@@ -497,7 +402,7 @@ def _refuse_unknown(keys: Iterable[object], lines: Mapping[str, int], where: str
 
 def _read_config_file(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the values a config file gives and, per field, the file and line."""
-    data, lines = _read_yaml(path, section="holmes_config")
+    data, lines = read_yaml(path, section="holmes_config")
     _refuse_unknown(data, lines, f"file {path}")
     origins = {name: f"file {path}, line {lines.get(name, 1)}" for name in data}
     data = {name: value for name, value in data.items() if value is not None}
@@ -505,49 +410,3 @@ def _read_config_file(path: str | Path) -> tuple[dict[str, Any], dict[str, str]]
     if isinstance(data.get("cluster_file"), str):
         data["cluster_file"] = str(Path(path).parent / data["cluster_file"])
     return data, origins
-
-
-def _read_clusters(path: object, origin: str) -> Any:
-    if not isinstance(path, (str, os.PathLike)):
-        _refuse("cluster_file", path, "the path of a yaml file")
-    data, lines = _read_yaml(str(path), named_by=origin)
-    for key in data:
-        if key not in ("clusters", "links"):
-            hint = did_you_mean(str(key), ["clusters", "links"])
-            where = f"file {path}, line {lines[str(key)]}"
-            do = "use only the keys 'clusters' and 'links'"
-            raise ConfigError(seen=f"unknown key {key!r}{hint}", where=where, do=do)
-    if not data.get("clusters"):
-        do = "write clusters: [{name: a, kind: infiniband, hosts: [n1, n2]}, ...]"
-        raise ConfigError(seen="no key 'clusters'", where=f"file {path}", do=do)
-    return data["clusters"]
-
-
-def _read_yaml(path: str | Path, *, section: str = "", named_by: str = "") -> tuple[dict[str, Any], dict[str, int]]:
-    """Return a yaml mapping (or the section of it, where there is one) and the line of each of its keys."""
-    where = f"file {path}" + (f" (named by {named_by})" if named_by else "")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, TypeError) as error:
-        do = "correct the path, or make the file readable on every host"
-        raise ConfigError(seen=f"cannot read: {error}", where=where, do=do) from None
-    try:
-        node: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        do = "correct the yaml; names with brackets or colons need quotes: 'node[1-4]'"
-        raise ConfigError(seen=f"not yaml: {error}", where=where, do=do) from None
-    if isinstance(data, dict) and section in data:
-        node = next(value for key, value in node.value if key.value == section)
-        data = data[section]
-    if data is None:
-        return {}, {}
-    if not isinstance(data, dict):
-        raise ConfigError(seen=f"a {type(data).__name__}", where=where, do="write 'key: value' lines, like 'pp: 2'")
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        if lines.setdefault(key.value, line) != line:
-            seen = f"key {key.value!r} occurs twice, on lines {lines[key.value]} and {line}"
-            raise ConfigError(seen=seen, where=where, do="keep one of them")
-    return data, lines

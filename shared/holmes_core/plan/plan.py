@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from holmes_core.cluster.topology import Topology
@@ -134,6 +135,12 @@ class Plan(Value):
         """Return the group of first and last stage a rank is in; None if it is in none."""
         found = self._index.get(("embedding", rank), ())
         return found[0] if found else None
+
+    def forwards_ahead(self) -> list[int]:
+        """Per pp rank, the forwards 1F1B runs ahead: ``run_ahead`` for each later edge between clusters."""
+        ranks = [self.grid.rank_at(pp=pp, dp=0, tp=0) for pp in range(self.layout.pp)]
+        slow = [a != b for a, b in pairwise(self.topology.cluster_index(rank) for rank in ranks)]
+        return [self.layout.run_ahead * sum(slow[pp:]) for pp in range(self.layout.pp)]
 
     def pp_rank_of(self, stage: int) -> int:
         """Return the pp rank that runs a stage."""

@@ -17,6 +17,7 @@ from holmes_core.errors import HolmesError
 from holmes_core.runtime import microbatch, rng
 from holmes_core.runtime.call_mode_outputs import pack, shape_like
 from holmes_core.runtime.engine import Engine, Step, _Pass
+from holmes_core.runtime.schedule import run_forward
 from holmes_core.runtime.stage import HolmesStage
 
 __all__ = ["OpenForward"]
@@ -52,7 +53,7 @@ class OpenForward:
         try:
             self._start()
             with rng.fork(engine.device):
-                engine._forward_only(len(self._batches))
+                run_forward(engine.stages, len(self._batches))
             self._held = [{name: getattr(stage, name) for name in _HELD} for stage in engine.stages]
             self._close()
         finally:

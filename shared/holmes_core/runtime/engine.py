@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,8 +38,8 @@ from holmes_core.runtime.intercept import Interceptor, Window, restore_class
 from holmes_core.runtime.loss import LossRule, read_loss
 from holmes_core.runtime.process_groups import ProcessGroups
 from holmes_core.runtime.pulse import Pulse
-from holmes_core.runtime.schedule import build_schedule, run_schedule
-from holmes_core.runtime.split import ParamEntry, decide_stages, drop_absent, slots
+from holmes_core.runtime.schedule import build_schedule, run_forward, run_schedule
+from holmes_core.runtime.split import ParamEntry, decide_stages, drop_absent, find_entries, slots
 from holmes_core.runtime.stage import Edge, HolmesStage, StageBody
 from holmes_core.runtime.wire import WHOLE, Wire
 
@@ -148,30 +147,17 @@ class Engine:
         """Keep this rank's part of the model: its stages' blocks and what it needs outside of them."""
         stages = decide_stages(self.root, self.chain, self.sizes, self.config.placement)
         local = {name: bool(where & set(self.local_stages)) for name, where in stages.items()}
-        seen: dict[int, ParamEntry] = {}
-        for name, _, _, param in slots(self.root):
-            entry = seen.get(id(param))
-            if entry is None:
-                ranks = sorted({self.pp_rank_of(s) for s in stages[name]})
-                owners = tuple(self.plan.grid.rank_at(pp=p, dp=self.place.dp, tp=self.place.tp) for p in ranks)
-                entry = ParamEntry(
-                    name=name,
-                    aliases=(name,),
-                    numel=param.numel(),
-                    stages=stages[name],
-                    local=local[name],
-                    owners=owners,
-                )
-                seen[id(param)] = entry
-                self.entries.append(entry)
-            else:
-                entry.aliases += (name,)
+        self.entries = find_entries(self.root, stages, local, self._owners)
         if self.num_stages == 1:
             return
         self.lost = drop_absent(self.root, self.chain, local)
         self.interceptor = Interceptor(list(zip(self.chain.names, self.chain.blocks, strict=True)), self.device)
         for name, module in self.lost:
             self.interceptor.absent(name, module)
+
+    def _owners(self, stages: frozenset[int]) -> tuple[int, ...]:
+        ranks = sorted({self.pp_rank_of(stage) for stage in stages})
+        return tuple(self.plan.grid.rank_at(pp=p, dp=self.place.dp, tp=self.place.tp) for p in ranks)
 
     def build(self) -> None:
         """Make stages and gradient groups. The model is on its device, in its dtype, tensor-parallel by now."""
@@ -398,52 +384,19 @@ class Engine:
                             self.stages,
                             n,
                             self.stages_of_rank,
-                            self._ahead(),
+                            self.plan.forwards_ahead(),
                             split=self.plan.layout.defer_weights,
                             tapered=self.plan.layout.taper,
                         )
                     run_schedule(self._schedules[n], early=all(stage.knows_shapes for stage in self.stages))
                 else:
-                    self._forward_only(n)
+                    run_forward(self.stages, n)
             for stage in self.stages:
                 stage.finish_step()
         finally:
             self._pass = None
             for stage in self.stages:
                 stage.clear_runtime_states()
-
-    def _ahead(self) -> list[int]:
-        """Per rank, the forwards to run ahead of plain 1F1B: `run_ahead` for each later edge that crosses clusters."""
-        plan, topology = self.plan, self.plan.topology
-        cluster = [topology.cluster_index(plan.grid.rank_at(pp=p, dp=0, tp=0)) for p in range(plan.layout.pp)]
-        slow = [a != b for a, b in pairwise(cluster)]
-        return [plan.layout.run_ahead * sum(slow[p:]) for p in range(plan.layout.pp)]
-
-    def _forward_only(self, n: int) -> None:
-        local = {stage.stage_index: stage for stage in self.stages}
-        sends: list[Any] = []
-
-        def post(stage: HolmesStage, index: int) -> list[Any]:
-            if stage.stage_index - 1 in local or index >= n:
-                return []
-            return [op.op(op.tensor, group=op.group, group_src=op.group_peer) for op in stage.get_fwd_recv_ops(index)]
-
-        for stage in self.stages:
-            early = stage.knows_shapes
-            coming = post(stage, 0)
-            for index in range(n):
-                here, coming = coming, post(stage, index + 1) if early else []
-                for work in here:
-                    work.wait()
-                output = stage.forward_one_chunk(index)
-                if stage.stage_index + 1 in local:
-                    local[stage.stage_index + 1].set_local_fwd_input(output, index)
-                else:
-                    for op in stage.get_fwd_send_ops(index):
-                        sends.append(op.op(op.tensor, group=op.group, group_dst=op.group_peer))
-                coming = coming or post(stage, index + 1)
-        for work in sends:
-            work.wait()
 
     def _run(
         self, window: Window, index: int, received: Tensor | None, boundary: Boundary | None

@@ -29,6 +29,7 @@ __all__ = [
     "build_schedule",
     "gpipe_order",
     "receive_early",
+    "run_forward",
     "run_schedule",
     "torch_actions",
 ]
@@ -206,3 +207,36 @@ def run_schedule(schedule: Any, *, early: bool) -> None:
         schedule._step_microbatches(arg_mbs=[()] * n, kwarg_mbs=[{}] * n, losses=None, return_outputs=False)
     finally:
         SCHEDULE_LOGGER.setLevel(level)
+
+
+def run_forward(stages: Sequence[HolmesStage], num_microbatches: int) -> None:
+    """Run micro-batches forward only, through each of a rank's stages.
+
+    Args:
+        stages: This rank's stages.
+        num_microbatches: Of the batch.
+    """
+    local = {stage.stage_index: stage for stage in stages}
+    sends: list[Any] = []
+
+    def post(stage: HolmesStage, index: int) -> list[Any]:
+        if stage.stage_index - 1 in local or index >= num_microbatches:
+            return []
+        return [op.op(op.tensor, group=op.group, group_src=op.group_peer) for op in stage.get_fwd_recv_ops(index)]
+
+    for stage in stages:
+        early = stage.knows_shapes
+        coming = post(stage, 0)
+        for index in range(num_microbatches):
+            here, coming = coming, post(stage, index + 1) if early else []
+            for work in here:
+                work.wait()
+            output = stage.forward_one_chunk(index)
+            if stage.stage_index + 1 in local:
+                local[stage.stage_index + 1].set_local_fwd_input(output, index)
+            else:
+                for op in stage.get_fwd_send_ops(index):
+                    sends.append(op.op(op.tensor, group=op.group, group_dst=op.group_peer))
+            coming = coming or post(stage, index + 1)
+    for work in sends:
+        work.wait()

@@ -8,7 +8,7 @@ groups and checkpoints look the same on every rank, and cost no memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from holmes_core.errors import ConfigError, HolmesError
 from holmes_core.runtime.chain import Chain
 
-__all__ = ["ParamEntry", "decide_stages", "drop_absent", "output_head", "slots", "stage_of_blocks"]
+__all__ = ["ParamEntry", "decide_stages", "drop_absent", "find_entries", "output_head", "slots", "stage_of_blocks"]
 
 #: A module outside the blocks with more than this share of all parameters lives on one stage only.
 _BIG = 0.02
@@ -50,6 +50,32 @@ def slots(root: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]
         for key, param in module._parameters.items():
             if param is not None:
                 yield (f"{path}.{key}" if path else key), module, key, param
+
+
+def find_entries(
+    root: nn.Module,
+    stages: Mapping[str, frozenset[int]],
+    local: Mapping[str, bool],
+    owners: Callable[[frozenset[int]], tuple[int, ...]],
+) -> list[ParamEntry]:
+    """Return the parameters of a module, each once, in the order of their first names.
+
+    Args:
+        root: The user's module, whole.
+        stages: Parameter name to the stages that hold it.
+        local: Parameter name to whether this rank holds it.
+        owners: Stages to the global ranks that hold a copy.
+    """
+    found: dict[int, ParamEntry] = {}
+    for name, _, _, param in slots(root):
+        if (entry := found.get(id(param))) is not None:
+            entry.aliases += (name,)
+            continue
+        where = stages[name]
+        found[id(param)] = ParamEntry(
+            name=name, aliases=(name,), numel=param.numel(), stages=where, local=local[name], owners=owners(where)
+        )
+    return list(found.values())
 
 
 def stage_of_blocks(sizes: Sequence[int]) -> list[int]:
