@@ -17,26 +17,27 @@ from holmes_core.cluster.probe import ProbeResult
 from holmes_core.cluster.topology import Topology
 from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, ZERO_BUBBLE, HolmesConfig
 from holmes_core.errors import ConfigError
+from holmes_core.plan.batch_split import default_num_microbatches
 from holmes_core.plan.cost import Choice, CostModel, Job, Prediction
 from holmes_core.plan.cost_network import Place
+from holmes_core.plan.decide_memory import too_large
 from holmes_core.plan.grid import make_grid, ranks_in_order
-from holmes_core.plan.layout import Layout, choose_layout, default_num_microbatches
+from holmes_core.plan.layout import Layout, choose_layout
 from holmes_core.plan.means import choose_means
 from holmes_core.plan.partition import equal_partition
 from holmes_core.plan.probe import hardware_of
 from holmes_core.plan.profile import ModelProfile
-from holmes_core.plan.search import Candidate, Limits, candidates, search, split_blocks
+from holmes_core.plan.search import Candidate, Limits, search, split_blocks
 from holmes_core.plan.simulate import predict_by_simulation
 from holmes_core.plan.simulate_orders import SIMULATED
 
-__all__ = ["Decision", "Step", "decide", "gib"]
+__all__ = ["Decision", "Step", "decide"]
 
 #: What another layout, and another split of the blocks, must gain to be taken instead of the usual one.
 _CLEARLY_FASTER, _CLEARLY_BETTER = 1.05, 1.03
 #: What a setting that is off must promise to be named.
 _WORTH_SAYING = 0.02
 _USUAL_BATCH = 8  # samples of a replica's batch where nobody knows
-_SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +168,7 @@ def decide(config: HolmesConfig, topology: Topology, step: Step, probe: ProbeRes
             gain = _speed(best) / _speed(usual) - 1
             notes.append(f"by what was measured {gain:.0%} more samples per second than {_degrees(usual.choice)}")
     if not _fits(model, chosen, step):
-        raise _too_large(model, config, topology, step, chosen)
+        raise too_large(model, topology, _limits(config, topology, step), chosen)
     recompute = chosen.choice.recompute
     if recompute and not step.recomputes and config.recompute is None:
         notes.append("blocks are recomputed in the backward pass: without it the memory would not do")
@@ -361,74 +362,3 @@ def _filled(config: HolmesConfig, chosen: Candidate, rule: Candidate, probe: Pro
     if not _described(config) and (choice.layers_per_stage != even or by_rule):
         changes.update(layers_per_stage=choice.layers_per_stage)
     return replace(config, **changes)  # type: ignore[arg-type]
-
-
-def _too_large(
-    model: CostModel, config: HolmesConfig, topology: Topology, step: Step, chosen: Candidate
-) -> ConfigError:
-    """The layout, who misses how much, and the nearest layouts that fit."""
-    p, choice = chosen.prediction, chosen.choice
-    costs = model.stage_costs(choice)
-    places = model.places(choice)
-    lines = []
-    for rank, (need, have) in enumerate(zip(p.memory_bytes, p.limit_bytes, strict=True)):
-        if need > have:
-            cluster = topology.clusters[places[rank].cluster]
-            host = cluster.hosts[places[rank].first_host].name
-            lines.append(
-                f"pipeline rank {rank} ({cluster.name}, host {host}): needs {gib(need)}, may use {gib(have)}: "
-                f"{gib(need - have)} ({need - have:,} bytes) are missing; weights, gradients, optimizer and runtime "
-                f"take {gib(costs.static_bytes[rank])}"
-            )
-    more = f"\nand {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    near = _nearest(model, config, topology, step, choice)
-    do = (
-        "use the nearest that fits:\n" + "\n".join(f"- {line}" for line in near)
-        if near
-        else "use more ranks, shorter sequences or a lower precision: no layout of these ranks fits"
-    )
-    return ConfigError(
-        seen=f"{choice.describe()} does not fit the memory, as predicted:\n" + "\n".join(lines[:_SHOWN]) + more,
-        where="the layout, before training",
-        means="the ranks would run out of memory (predicted with AdamW's two states; memory_limit: 0 starts anyway)",
-        do=do,
-    )
-
-
-def _nearest(model: CostModel, config: HolmesConfig, topology: Topology, step: Step, chosen: Choice) -> list[str]:
-    fixed = _limits(config, topology, step)
-    found: list[tuple[tuple[int, float], str]] = []
-    sizes: list[int | None] = [fixed.micro_batch_size] if fixed.num_microbatches is None else [None]
-    if chosen.micro_batch_size > 1:
-        sizes.append(1)
-    for size in sizes:
-        loose = replace(
-            fixed, pp=None, dp=None, tp=None, recompute=None, micro_batch_size=size,
-            num_microbatches=fixed.num_microbatches if size is None else None, partition="auto",
-        )  # fmt: skip
-        for one in candidates(model, loose, [chosen.order]):
-            choice = one.choice
-            if not one.prediction.fits:
-                continue
-            changes = [
-                f"{name}: {getattr(choice, name)}"
-                for name in ("pp", "dp", "tp")
-                if getattr(choice, name) != getattr(chosen, name)
-            ]
-            if choice.recompute and not chosen.recompute:
-                changes.append("recompute: true")
-            if size == 1 and choice.micro_batch_size != chosen.micro_batch_size:
-                changes.append("micro_batch_size: 1")
-            if choice.layers_per_stage != chosen.layers_per_stage and len(choice.layers_per_stage) == len(
-                chosen.layers_per_stage
-            ):
-                changes.append(f"layers_per_stage: {list(choice.layers_per_stage)}")
-            most = max(one.prediction.memory_bytes)
-            text = f"{', '.join(changes)}: {choice.describe()}, {gib(most)} on the fullest rank"
-            found.append(((len(changes), -_speed(one)), text))
-    return list(dict.fromkeys(text for _, text in sorted(found)))[:3]
-
-
-def gib(count: float) -> str:
-    """Write bytes for people."""
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 / 10 else f"{count / 2**20:.1f} MiB"

@@ -11,8 +11,9 @@ from holmes_core.cluster.topology import Topology
 from holmes_core.cluster.value import Value
 from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES, HolmesConfig
 from holmes_core.errors import ConfigError
+from holmes_core.plan.batch_split import check_microbatches, runs
 
-__all__ = ["Layout", "ModelFacts", "choose_layout", "default_num_microbatches", "legal_tp", "nearest_layouts", "pin"]
+__all__ = ["Layout", "ModelFacts", "choose_layout", "legal_tp", "nearest_layouts", "pin"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +165,7 @@ def choose_layout(topology: Topology, config: HolmesConfig, model: ModelFacts) -
         stages = f"{layout.block_stages} stages (pp {pp} x {layout.virtual_stages} per rank)"
         seen = f"{stages} for {model.num_blocks} blocks"
         _fail(topology, config, model, wanted, seen, "at least one stage would hold no block")
-    _check_microbatches(layout)
+    check_microbatches(layout)
     return layout, _reasons(topology, config, model, layout)
 
 
@@ -231,81 +232,13 @@ def nearest_layouts(
                 given = (config.pp, config.dp, config.tp)
                 changed = sum(g is not None and g != d for g, d in zip(given, degrees, strict=True))
                 distance = sum(abs(math.log2(d / w)) for d, w in zip(degrees, wanted, strict=True))
-                if config.num_microbatches is not None and not _runs(config.num_microbatches, layout):
+                if config.num_microbatches is not None and not runs(config.num_microbatches, layout):
                     continue
                 found[degrees] = ((changed, topology.world_size - layout.world_size, distance), layout)
     ranked = [layout for _, layout in sorted(found.values(), key=lambda item: (item[0], item[1].pp))]
     complete = [layout for layout in ranked if layout.world_size == topology.world_size]
     chosen = dict.fromkeys([*ranked[:1], *complete[:1], *ranked[1:]])
     return tuple(chosen)[:limit]
-
-
-def default_num_microbatches(batch_size: int, layout: Layout) -> int:
-    """Return how many micro-batches a replica's batch is split into; never more than it has samples.
-
-    ``num_microbatches`` or ``micro_batch_size`` decide where given. Otherwise 1 without a pipeline, else about 2 per
-    pp rank: the smallest count from 2*pp to 4*pp that divides the batch evenly (equal shapes), else the largest from
-    pp to 2*pp, else 2*pp. The count is then moved to the nearest one that the schedule can run.
-
-    Args:
-        batch_size: Samples in one replica's batch.
-        layout: The layout.
-
-    Returns:
-        A number of micro-batches the schedule accepts.
-
-    Raises:
-        ConfigError: The batch has too few samples for the schedule.
-    """
-    if batch_size < 1:
-        raise ConfigError(
-            seen=f"a batch of {batch_size} samples", where="data loader", do="use drop_last or larger batches"
-        )
-    pp = layout.pp
-    if layout.num_microbatches is not None:
-        count = layout.num_microbatches
-    elif layout.micro_batch_size is not None:
-        count = math.ceil(batch_size / layout.micro_batch_size)
-    elif pp == 1:
-        count = 1
-    else:
-        near = [*range(2 * pp, 4 * pp + 1), *range(2 * pp - 1, pp - 1, -1)]
-        count = next((number for number in near if batch_size % number == 0), 2 * pp)
-    count = min(count, batch_size)
-    fits = [number for number in range(1, batch_size + 1) if _runs(number, layout)]
-    if fits:
-        return min(fits, key=lambda number: (number < count, abs(number - count)))
-    raise ConfigError(
-        seen=f"a batch of {batch_size} samples for schedule {layout.schedule} with {layout.num_stages} stages",
-        where="data loader",
-        means=f"{layout.schedule} needs at least {layout.num_stages} micro-batches of at least one sample",
-        do=f"use batches of {layout.num_stages} or more samples, or schedule: 1f1b",
-    )
-
-
-def _runs(count: int, layout: Layout) -> bool:
-    """Tell whether torch's schedule accepts a number of micro-batches (pipelining/schedules.py, the constructors)."""
-    if layout.schedule == "dualpipev":
-        return count >= layout.num_stages
-    if layout.schedule in ("interleaved_1f1b", "interleaved_zb"):
-        return count % max(1, count // layout.pp) == 0
-    return True
-
-
-def _check_microbatches(layout: Layout) -> None:
-    count = layout.num_microbatches
-    if count is None or _runs(count, layout):
-        return
-    near = sorted(range(1, count + 4 * layout.num_stages), key=lambda number: (abs(number - count), number))
-    fits = sorted([number for number in near if _runs(number, layout)][:2])
-    raise ConfigError(
-        seen=f"num_microbatches {count} with schedule {layout.schedule}, pp {layout.pp}",
-        where="HolmesConfig.num_microbatches",
-        means=f"{layout.schedule} works in rounds of about pp micro-batches, all of one length"
-        if layout.schedule != "dualpipev"
-        else f"dualpipev needs at least as many micro-batches as stages ({layout.num_stages})",
-        do=f"use num_microbatches {' or '.join(map(str, fits))}",
-    )
 
 
 def _host_sizes(topology: Topology) -> list[int]:

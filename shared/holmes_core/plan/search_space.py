@@ -11,8 +11,9 @@ from itertools import permutations
 from holmes_core.cluster.value import Value
 from holmes_core.config import EMBEDDING_SCHEDULES, V_SCHEDULES
 from holmes_core.errors import ConfigError
+from holmes_core.plan.batch_split import default_num_microbatches
 from holmes_core.plan.cost import Choice, Job
-from holmes_core.plan.layout import Layout, default_num_microbatches
+from holmes_core.plan.layout import Layout
 
 __all__ = ["Limits", "choices_of", "divisors", "orders_of", "reordered"]
 

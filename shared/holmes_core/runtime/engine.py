@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
-from holmes_core.plan.layout import default_num_microbatches
+from holmes_core.plan.batch_split import default_num_microbatches
 from holmes_core.plan.plan import Plan
 from holmes_core.runtime import microbatch, rng
 from holmes_core.runtime.boundary import Boundary

@@ -17,8 +17,10 @@ from holmes_core.cluster.probe import ProbeResult
 from holmes_core.cluster.topology import Topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError, HolmesError
-from holmes_core.plan.decide import Decision, Step, decide, gib
-from holmes_core.plan.layout import ModelFacts, choose_layout, default_num_microbatches
+from holmes_core.plan.batch_split import default_num_microbatches
+from holmes_core.plan.decide import Decision, Step, decide
+from holmes_core.plan.decide_memory import gib
+from holmes_core.plan.layout import ModelFacts, choose_layout
 from holmes_core.plan.plan import Plan, make_plan
 from holmes_core.plan.profile import ModelProfile
 from holmes_core.plan.profile_config import profile_of_config

@@ -22,7 +22,7 @@ from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.tp_analysis import Analysis, analyse, legal_sizes
 from holmes_core.runtime.tp_check import BlockCheck, example_arguments
 from holmes_core.runtime.tp_collectives import TensorParallelContext
-from holmes_core.runtime.tp_rules import Region
+from holmes_core.runtime.tp_regions import Region
 from holmes_core.runtime.tp_split import split_embedding, split_head, split_region
 
 __all__ = [

@@ -12,18 +12,8 @@ from torch import nn
 
 from holmes_core.errors import ConfigError
 from holmes_core.runtime.shard import TensorShard
-from holmes_core.runtime.tp_rules import (
-    DOWN,
-    FUSED,
-    HEAD_NAMES,
-    KEY,
-    OUTPUT,
-    QUERY,
-    UP,
-    VALUE,
-    Region,
-    read_block,
-)
+from holmes_core.runtime.tp_regions import Region
+from holmes_core.runtime.tp_rules import DOWN, FUSED, HEAD_NAMES, KEY, OUTPUT, QUERY, UP, VALUE, read_block
 
 __all__ = ["Analysis", "analyse", "legal_sizes", "vocabulary_shard"]
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.shard import TensorShard, get_shard
 from holmes_core.runtime.tp_collectives import TensorParallelContext
-from holmes_core.runtime.tp_rules import Region
+from holmes_core.runtime.tp_regions import Region
 from holmes_core.runtime.tp_split import can_gather, split_region
 
 __all__ = ["BlockCheck", "example_arguments", "meta_copy"]

@@ -14,12 +14,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from holmes_core.runtime.shard import TensorShard
+from holmes_core.runtime.tp_regions import Linear, Region, Site, add_shard, as_linear
 
 __all__ = [
     "DOWN",
@@ -30,14 +29,8 @@ __all__ = [
     "QUERY",
     "UP",
     "VALUE",
-    "Region",
-    "Role",
-    "Site",
     "read_block",
 ]
-
-Role = Literal["column", "row", "norm_sum", "norm_gather", "lora_dropout", "edge_in", "edge_out"]
-"""What a module's forward must do besides its own work; tp_modules.py has one wrapper for each."""
 
 QUERY = frozenset({"q_proj", "query", "q", "wq", "q_lin", "query_proj", "to_q"})
 KEY = frozenset({"k_proj", "key", "k", "wk", "k_lin", "key_proj", "to_k"})
@@ -69,124 +62,6 @@ class Unsplittable(Exception):
     """Why one part of a model stays whole on every rank."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Site:
-    """One module whose forward is wrapped."""
-
-    module: nn.Module
-    role: Role
-    sections: tuple[int, ...] = ()
-    """For ``column``: the sections of the output features."""
-    dim: int = -1
-    """For ``norm_gather``: the dimension that the region splits."""
-    full: int = 0
-    """For ``norm_gather``: the size of that dimension on one process."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Region:
-    """A stretch of the model in which every rank computes its own part."""
-
-    kind: Literal["attention", "mlp", "experts"]
-    name: str
-    module: nn.Module
-    sites: list[Site] = field(default_factory=list)
-    shards: list[tuple[nn.Module, str, TensorShard]] = field(default_factory=list)
-    """(owner, parameter or buffer name, layout)."""
-    attributes: dict[str, int] = field(default_factory=dict)
-    """Integer attributes of ``module`` that count heads or widths: the full value; each is divided by the ranks."""
-    config: dict[str, int] = field(default_factory=dict)
-    """The same for values that the module's forward reads from its config."""
-    heads: int = 0
-    """Number of query heads (attention)."""
-    must_divide: dict[str, int] = field(default_factory=dict)
-    """Name -> number that the tensor-parallel size must divide."""
-
-
-# ---------------------------------------------------------------------------------------------------------- linears
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Linear:
-    child: str
-    outer: nn.Module  # what the parent calls; differs from base under a LoRA adapter
-    base: nn.Module
-    transposed: bool  # weight is (in, out)
-    lora: tuple[tuple[nn.Module, nn.Module, nn.Module | None], ...] = ()  # (A, B, dropout) per adapter
-
-    @property
-    def weight(self) -> Tensor:
-        weight = self.base.weight
-        assert isinstance(weight, Tensor)
-        return weight
-
-    @property
-    def out_dim(self) -> int:
-        return 1 if self.transposed else 0
-
-    @property
-    def n_in(self) -> int:
-        return int(self.weight.shape[1 - self.out_dim])
-
-    @property
-    def n_out(self) -> int:
-        return int(self.weight.shape[self.out_dim])
-
-    def column(self, sections: tuple[int, ...], region: Region) -> None:
-        """Split by output."""
-        _add(region, self.base, "weight", self.out_dim, sections)
-        if getattr(self.base, "bias", None) is not None:
-            _add(region, self.base, "bias", 0, sections)
-        region.sites.append(Site(module=self.base, role="column", sections=sections))
-        for _, up, _ in self.lora:
-            _add(region, up, "weight", 0, sections)
-            if getattr(up, "bias", None) is not None:
-                _add(region, up, "bias", 0, sections)
-            region.sites.append(Site(module=up, role="column", sections=sections))
-        region.sites.append(Site(module=self.outer, role="edge_in"))
-
-    def row(self, region: Region) -> None:
-        """Split by input. A bias stays whole: it is added once, after the sum over the ranks."""
-        _add(region, self.base, "weight", 1 - self.out_dim, (self.n_in,))
-        region.sites.append(Site(module=self.base, role="row"))
-        for down, _, dropout in self.lora:
-            _add(region, down, "weight", 1, (self.n_in,))
-            region.sites.append(Site(module=down, role="row"))
-            if dropout is not None:
-                region.sites.append(Site(module=dropout, role="lora_dropout"))
-        region.sites.append(Site(module=self.outer, role="edge_out"))
-
-
-def _add(region: Region, owner: nn.Module, name: str, dim: int, sections: tuple[int, ...]) -> None:
-    tensor = getattr(owner, name)
-    region.shards.append((owner, name, TensorShard(dim=dim, full_shape=tuple(tensor.shape), sections=sections)))
-
-
-def _as_linear(child: str, module: nn.Module) -> _Linear | None:
-    """Read a linear map, possibly inside a LoRA adapter; None for anything else."""
-    base = module
-    lora: list[tuple[nn.Module, nn.Module, nn.Module | None]] = []
-    inner = getattr(module, "base_layer", None)
-    if isinstance(inner, nn.Module):
-        downs, ups = getattr(module, "lora_A", None), getattr(module, "lora_B", None)
-        if not isinstance(downs, nn.ModuleDict) or not isinstance(ups, nn.ModuleDict):
-            return None
-        if getattr(module, "lora_variant", None):  # DoRA and others read the whole weight
-            return None
-        dropouts = getattr(module, "lora_dropout", {})
-        for key in downs:
-            dropout = dropouts[key] if key in dropouts else None  # noqa: SIM401 - a ModuleDict has no get
-            lora.append((downs[key], ups[key], dropout if isinstance(dropout, nn.Dropout) else None))
-        base = inner
-    weight = getattr(base, "weight", None)
-    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_floating_point():
-        return None
-    transposed = type(base).__name__ == "Conv1D" and hasattr(base, "nf")
-    if not transposed and not (isinstance(base, nn.Linear) and weight.shape == (base.out_features, base.in_features)):
-        return None
-    return _Linear(child=child, outer=module, base=base, transposed=transposed, lora=tuple(lora))
-
-
 # -------------------------------------------------------------------------------------------------------- attention
 
 
@@ -216,7 +91,7 @@ def _geometry(attention: nn.Module, config: Any, q_out: int | None, o_in: int) -
 def _attention(
     name: str,
     attention: nn.Module,
-    linears: dict[str, _Linear],
+    linears: dict[str, Linear],
     styles: dict[str, str],
     config: Any,
     *,
@@ -225,7 +100,7 @@ def _attention(
 ) -> Region | None:
     """Read an attention module; None when the module is none."""
 
-    def pick(names: Collection[str]) -> _Linear | None:
+    def pick(names: Collection[str]) -> Linear | None:
         found = [linear for child, linear in linears.items() if child in names]
         return found[0] if len(found) == 1 else None
 
@@ -245,7 +120,7 @@ def _attention(
         key_heads, blocks = _fused(attention, fused, heads, head_dim, config, region)
         used = {fused.child, out.child}
     else:
-        q, k, v = cast("tuple[_Linear, _Linear, _Linear]", (q, k, v))
+        q, k, v = cast("tuple[Linear, Linear, Linear]", (q, k, v))
         key_dim = _integer(attention, _HEAD_DIM) or head_dim
         key_heads = _integer(attention, _KEY_HEADS) or (k.n_out // key_dim)
         if k.n_out % key_heads or v.n_out % key_heads:
@@ -284,7 +159,7 @@ def _attention(
 
 
 def _fused(
-    attention: nn.Module, fused: _Linear, heads: int, head_dim: int, config: Any, region: Region
+    attention: nn.Module, fused: Linear, heads: int, head_dim: int, config: Any, region: Region
 ) -> tuple[int, bool]:
     """Split a fused q, k, v projection; return (key-value heads, whether its layout is in fixed blocks)."""
     total, rest = divmod(fused.n_out, head_dim)
@@ -307,7 +182,7 @@ def _fused(
 
 
 def _inside_attention(
-    attention: nn.Module, region: Region, linears: dict[str, _Linear], heads: int, key_heads: int, head_dim: int
+    attention: nn.Module, region: Region, linears: dict[str, Linear], heads: int, key_heads: int, head_dim: int
 ) -> None:
     """Find out what the other parameters of an attention module are used on."""
     for child, module in attention.named_children():
@@ -323,18 +198,18 @@ def _inside_attention(
             region.sites.append(Site(module=module, role="norm_gather", dim=-1, full=next(iter(shapes))[0]))
         elif len(shapes) == 1 and next(iter(shapes)) in {(heads, head_dim), (key_heads, head_dim)}:
             for parameter, _ in module.named_parameters(recurse=False):
-                _add(region, module, parameter, 0, (next(iter(shapes))[0],))
+                add_shard(region, module, parameter, 0, (next(iter(shapes))[0],))
         else:
             raise Unsplittable(f"parameters of its part {child} have shapes {sorted(shapes)}, which are not understood")
     for parameter, tensor in attention.named_parameters(recurse=False):
         dims = [dim for dim, size in enumerate(tensor.shape) if size == heads]
         if len(dims) != 1:
             raise Unsplittable(f"its parameter {parameter} has shape {tuple(tensor.shape)}, no dimension of heads")
-        _add(region, attention, parameter, dims[0], (heads,))
+        add_shard(region, attention, parameter, dims[0], (heads,))
     for buffer, values in attention.named_buffers(recurse=False):
         dims = [dim for dim, size in enumerate(values.shape) if size == heads]
         if ("slope" in buffer or "alibi" in buffer) and len(dims) == 1:
-            _add(region, attention, buffer, dims[0], (heads,))
+            add_shard(region, attention, buffer, dims[0], (heads,))
 
 
 def _names_read(kind: type) -> frozenset[str]:
@@ -355,13 +230,13 @@ def _names_read(kind: type) -> frozenset[str]:
 
 
 def _mlp(
-    name: str, mlp: nn.Module, linears: dict[str, _Linear], styles: dict[str, str], *, is_block: bool
+    name: str, mlp: nn.Module, linears: dict[str, Linear], styles: dict[str, str], *, is_block: bool
 ) -> Region | None:
     """Read an MLP; None when the module is none."""
     attention = QUERY | KEY | VALUE | FUSED
     has_attention = any(child in attention for child in linears)
-    ups: list[_Linear] = []
-    downs: list[_Linear] = []
+    ups: list[Linear] = []
+    downs: list[Linear] = []
     sequence = list(linears.values())
     if isinstance(mlp, nn.Sequential) and len(sequence) == 2 and all(child.isdigit() for child in linears):
         ups, downs = sequence[:1], sequence[1:]
@@ -414,8 +289,8 @@ def _experts(name: str, module: nn.Module) -> Region | None:
     if tuple(gate_up.shape) != (experts, 2 * width, hidden):
         raise Unsplittable(f"gate_up_proj {tuple(gate_up.shape)} and down_proj {tuple(down.shape)} do not fit")
     region = Region(kind="experts", name=name, module=module, must_divide={"expert intermediate": int(width)})
-    _add(region, module, "gate_up_proj", 1, (int(width), int(width)))
-    _add(region, module, "down_proj", 2, (int(width),))
+    add_shard(region, module, "gate_up_proj", 1, (int(width), int(width)))
+    add_shard(region, module, "down_proj", 2, (int(width),))
     return region
 
 
@@ -439,7 +314,7 @@ def read_block(
             continue  # its parts belong to the parent's region
         path = f"{name}.{inner}" if inner else name
         linears = {
-            child: linear for child, sub in module.named_children() if (linear := _as_linear(child, sub)) is not None
+            child: linear for child, sub in module.named_children() if (linear := as_linear(child, sub)) is not None
         }
         own = {child: styles[f"{path}.{child}"] for child in linears if f"{path}.{child}" in styles}
         is_block = module is block

@@ -28,7 +28,7 @@ from holmes_core.runtime.tp_modules import (
     RowSplit,
     Wrapper,
 )
-from holmes_core.runtime.tp_rules import Region, Site
+from holmes_core.runtime.tp_regions import Region, Site
 
 __all__ = ["ConfigView", "can_gather", "split_embedding", "split_head", "split_region", "unwrap"]
 

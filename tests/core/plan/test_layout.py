@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from holmes_core.cluster.topology import Topology
 from holmes_core.config import HolmesConfig
 from holmes_core.errors import ConfigError
+from holmes_core.plan.batch_split import default_num_microbatches
 from holmes_core.plan.layout import (
     Layout,
     ModelFacts,
     choose_layout,
-    default_num_microbatches,
     legal_tp,
     nearest_layouts,
 )

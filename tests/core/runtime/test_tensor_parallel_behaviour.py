@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from holmes_core.errors import HolmesError
-from holmes_core.runtime import tp_modules, tp_rules
+from holmes_core.runtime import tp_modules, tp_regions
 from holmes_core.runtime.tensor_parallel import apply_tensor_parallel, get_shard, plan_tensor_parallel
 from tests.core.runtime.test_tensor_parallel import (
     TOLERANCE,
@@ -430,13 +430,13 @@ def mistakes_are_found(group: Group) -> str:
         report = split(build("qwen3"), group)
         assert [name.rpartition(".")[2] for name in report.gathered] == ["self_attn", "self_attn"]
     with patch.context() as mistake:  # fused [q | k | v] cut in one piece: only joined again it is right
-        mistake.setattr(tp_rules._Linear, "column", one_piece)
+        mistake.setattr(tp_regions.Linear, "column", one_piece)
         report = split(build("gpt2"), group)
         assert [name.rpartition(".")[2] for name in report.gathered] == ["attn", "attn"]
     return ""
 
 
-def one_piece(linear: Any, sections: tuple[int, ...], region: Any, *, original: Any = tp_rules._Linear.column) -> None:
+def one_piece(linear: Any, sections: tuple[int, ...], region: Any, *, original: Any = tp_regions.Linear.column) -> None:
     original(linear, (sum(sections),), region)
 
 
