@@ -289,9 +289,13 @@ class CostModel:
         return INSIDE_RANK if same else self.network.edge(a, b, width)
 
     def _covering(self, choice: Choice, rank: int, backward: Sequence[float]) -> float:
-        """Seconds under which the last gradients travel: the first stage's backward pass, or its weights' part."""
+        """Seconds under which the last gradients travel: the first stage's backward pass, or its weights' part.
+
+        The last rank of 1F1B has put off as many weights' parts as there are ranks; it does them together.
+        """
         whole = choice.schedule not in ZERO_BUBBLE and not (choice.split and rank)
-        return backward[choice.stages_of(rank)[0]] * (1.0 if whole else SPLIT_BACKWARD[1])
+        together = choice.pp if choice.split and rank == choice.pp - 1 else 1
+        return backward[choice.stages_of(rank)[0]] * (1.0 if whole else SPLIT_BACKWARD[1] * together)
 
     def _gradients(self, place: Place, parameters: float, choice: Choice) -> tuple[float, float, float, float, float]:
         """What the end of a step takes for a stage.

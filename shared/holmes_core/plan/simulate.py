@@ -125,7 +125,10 @@ def _costs_of(model: CostModel, choice: Choice) -> tuple[StageCosts, tuple[Stage
     first = choice.micro_batch_size // 2
     sizes = (first, choice.micro_batch_size - first)
     ends = tuple(model.stage_costs(replace(choice, micro_batch_size=size)) for size in sizes)
-    return replace(costs, covering=ends[-1].covering, opening=ends[0].opening), ends
+    covering = list(ends[-1].covering)
+    if choice.split:  # whole ones and two halves, done together
+        covering[-1] = costs.covering[-1]
+    return replace(costs, covering=tuple(covering), opening=ends[0].opening), ends
 
 
 def _orders_of(choice: Choice, num_microbatches: int) -> list[list[Action]]:

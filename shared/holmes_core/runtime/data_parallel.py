@@ -13,7 +13,7 @@ section 3.2.3). All ranks launch the same buckets in the same order, whatever ea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,6 +150,7 @@ class DataParallel:
         group: The group.
         count: Told what is sent.
         overlap: Whether buckets may leave while the last backward still runs (see `expect`).
+        last: Parameters that are complete late, or perhaps not used: their buckets leave after all others.
     """
 
     def __init__(
@@ -160,6 +161,7 @@ class DataParallel:
         group: dist.ProcessGroup,
         count: Count,
         overlap: bool = True,
+        last: Collection[nn.Parameter] = (),
     ) -> None:
         self._params = list(params)
         self._count = count
@@ -167,7 +169,9 @@ class DataParallel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.shard_optimizer = owner is not None
         self.owner: Mapping[nn.Parameter, int] = owner or {}
-        self._buckets = _make_buckets(self._params, self.owner.get) if self.size > 1 else []
+        parts = [[p for p in self._params if p not in last], [p for p in self._params if p in last]]
+        made = [_make_buckets(part, self.owner.get) for part in parts] if self.size > 1 else []
+        self._buckets = [bucket for part in made for bucket in part]
         self._bucket_of = {p: b for b in self._buckets for part in b.parts.values() for p in part}
         self._launched = 0
         self._kept = False
@@ -200,7 +204,7 @@ class DataParallel:
 
         Args:
             stage_of: The one local stage that computes a parameter's gradient. Parameters that are not in it (several
-                stages of this rank use them) wait for `reduce_gradients`.
+                stages of this rank use them) wait for `complete`.
             keep: Whether ``param.grad`` stays as it was until `reduce_gradients`, so that all can be taken back
                 (`discard`). Otherwise a gradient that has left is None until then: its memory is free for the next.
         """
@@ -233,6 +237,14 @@ class DataParallel:
                 raise _grown(param)
             self.grown = True
         bucket.missing.discard(param)
+        self._launch_complete()
+
+    def complete(self) -> None:
+        """All backward passes of the step have ended: what has not left leaves."""
+        if self._expecting is None:
+            return
+        for bucket in self._buckets:
+            bucket.missing.clear()
         self._launch_complete()
 
     def _launch_complete(self) -> None:

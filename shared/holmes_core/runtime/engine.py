@@ -161,7 +161,19 @@ class Engine:
 
     def build(self) -> None:
         """Make stages and gradient groups. The model is on its device, in its dtype, tensor-parallel by now."""
+        in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter
+        for index, block in enumerate(self.chain.blocks):
+            stage = next(w.stage for w in self.windows if w.start <= index < w.stop)
+            for param in block.parameters():
+                in_block.setdefault(id(param), set()).add(stage)
         params = self.parameters()
+        trained = [p for p in params.values() if p.requires_grad]
+        held = {s: [p for p in trained if s in in_block.get(id(p), (s,))] for s in self.local_stages}
+        several = Counter(param for mine in held.values() for param in mine)
+        self._stage_of = {param: s for s, mine in held.items() for param in mine if several[param] == 1}
+        # Those on several stages, here or elsewhere, are complete late, or unused here: no others wait for them.
+        last = {params[entry.name] for entry in self.entries if entry.local and len(entry.stages) > 1}
+        last |= {param for param, count in several.items() if count > 1}
         self.gradients = Gradients(
             entries=self.entries,
             params=params,
@@ -174,16 +186,9 @@ class Engine:
             overlap=self.config.overlap,
             overlap_param_gather=self.config.overlap_param_gather,
             waiting=lambda: self.pulse.arriving(),
+            last=last,
         )
-        in_block: dict[int, set[int]] = {}  # blocks of several stages may share a parameter
-        for index, block in enumerate(self.chain.blocks):
-            stage = next(w.stage for w in self.windows if w.start <= index < w.stop)
-            for param in block.parameters():
-                in_block.setdefault(id(param), set()).add(stage)
-        self.stages = [self._make_stage(self.windows[s], in_block) for s in self.local_stages]
-        held = [(param, stage.stage_index) for stage in self.stages for param in stage.body.parameters()]
-        several = Counter(param for param, _ in held)
-        self._stage_of = {param: stage for param, stage in held if several[param] == 1}
+        self.stages = [self._make_stage(self.windows[s], held[s]) for s in self.local_stages]
 
     def local_names(self) -> dict[str, bool]:
         """Whether this rank holds a parameter, by every name."""
@@ -194,12 +199,7 @@ class Engine:
         current = {name: param for name, _, _, param in slots(self.root)}
         return {entry.name: current[entry.name] for entry in self.entries if entry.local}
 
-    def _make_stage(self, window: Window, in_block: dict[int, set[int]]) -> HolmesStage:
-        held = [
-            p
-            for p in self.parameters().values()
-            if p.requires_grad and (id(p) not in in_block or window.stage in in_block[id(p)])
-        ]
+    def _make_stage(self, window: Window, held: list[nn.Parameter]) -> HolmesStage:
         body = StageBody(self._run, lambda: held)
         before, after = window.stage - 1, window.stage + 1
         edges = {
@@ -302,6 +302,8 @@ class Engine:
         if completes:
             self.gradients.data_parallel.expect(self._stage_of, keep=keep)
         self._run_pass(run)
+        if completes:
+            self.gradients.data_parallel.complete()
         self.batches_seen += 1
         result = TrainResult(num_microbatches=len(batches))
         if self.holds_last:

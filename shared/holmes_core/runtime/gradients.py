@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -40,6 +40,7 @@ class Gradients:
         overlap: Whether gradients may be summed while the step's last backward still runs.
         overlap_param_gather: Whether parameters may be handed out while the next forward runs.
         waiting: Context of waits for parameters.
+        last: Parameters whose gradients leave after all others (see `DataParallel`).
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Gradients:
         overlap: bool = True,
         overlap_param_gather: bool = False,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        last: Collection[nn.Parameter] = (),
     ) -> None:
         self._place, self._groups = place, groups
         shared = [e for e in entries if len(e.owners) > 1]
@@ -80,6 +82,7 @@ class Gradients:
             group=groups.dp,
             count=groups.traffic.add,
             overlap=overlap,
+            last=last,
         )
         self._hand_out = HandOut(
             list(self.params.values()),

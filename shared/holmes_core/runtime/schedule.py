@@ -32,6 +32,7 @@ __all__ = [
     "run_forward",
     "run_schedule",
     "torch_actions",
+    "trailing_weights",
 ]
 
 _TORCH_NAME = {
@@ -46,6 +47,7 @@ SINGLE_STAGE = frozenset({"1f1b", "gpipe"})
 
 _F, _B = ComputationType.FORWARD, ComputationType.FULL_BACKWARD
 _KINDS = {"F": _F, "B": _B, "I": ComputationType.BACKWARD_INPUT, "W": ComputationType.BACKWARD_WEIGHT}
+_WORK = frozenset(_KINDS.values())
 _SENDS = (ComputationType.SEND_F, ComputationType.SEND_B)
 _RECEIVES = (ComputationType.RECV_F, ComputationType.RECV_B)
 _POSTED = 4  # activations that a rank makes room for before it needs them, per edge
@@ -189,6 +191,27 @@ def receive_early(actions: Sequence[Action], rank_of: Mapping[int, int]) -> list
     return order
 
 
+def trailing_weights(actions: Sequence[Action], stage: int) -> frozenset[int]:
+    """Return the micro-batches whose weights' parts end a stage's work, one after the other.
+
+    Done parameter by parameter for all of them, not micro-batch by micro-batch, the first gradients are complete when
+    little of that time has passed, and travel to other replicas under the rest of it.
+
+    Args:
+        actions: One rank's computations, sends and receives.
+        stage: One of its stages.
+    """
+    found: list[int] = []
+    computing = [one for action in actions for one in action.sub_actions or (action,) if one.computation_type in _WORK]
+    ending = max((at for at, one in enumerate(computing) if one.stage_index == stage), default=-1)
+    for one in reversed(computing[: ending + 1]):
+        index = one.microbatch_index
+        if one.stage_index != stage or one.computation_type != ComputationType.BACKWARD_WEIGHT or index is None:
+            break
+        found.append(index)
+    return frozenset(found)
+
+
 def run_schedule(schedule: Any, *, early: bool) -> None:
     """Run one batch, forward and backward.
 
@@ -199,7 +222,10 @@ def run_schedule(schedule: Any, *, early: bool) -> None:
     lists, rank = schedule.pipeline_order_with_comms, schedule.rank
     if not hasattr(schedule, "_holmes_lists"):
         schedule._holmes_lists = (lists[rank], receive_early(lists[rank], schedule.stage_index_to_group_rank))
+        schedule._holmes_weights = [trailing_weights(lists[rank], stage.stage_index) for stage in schedule._stages]
     lists[rank] = schedule._holmes_lists[early]
+    for stage, together in zip(schedule._stages, schedule._holmes_weights, strict=True):
+        stage.weights_together = together
     n = schedule._n_microbatches
     level = SCHEDULE_LOGGER.level
     SCHEDULE_LOGGER.setLevel(logging.CRITICAL)  # on failure torch would print the whole table on every rank

@@ -9,6 +9,7 @@ share; stages below which nothing is trained exchange no gradients.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,8 @@ class HolmesStage(PipelineStage):
         self.completing: Callable[[int | None], None] = lambda stage: None
         #: Told a parameter whose gradient a split backward has added to (autograd's own hooks tell of the others).
         self.accumulated: Callable[[nn.Parameter], None] = lambda param: None
+        #: Micro-batches whose weights' part is done with that of the last one (see `trailing_weights`).
+        self.weights_together: frozenset[int] = frozenset()
         self.trace: list[tuple[int, str, int]] | None = None
         self._keys: list[Any] = []
         self._in_known: dict[Any, Boundary] = {}
@@ -315,26 +318,46 @@ class HolmesStage(PipelineStage):
         """Compute the gradients of the parameters that `backward_one_chunk` left for later."""
         if self.trace is not None:
             self.trace.append((self.stage_index, "W", bwd_chunk_id))
-        if last_backward:
-            self.completing(self.stage_index)
-        kind, work, grads, inputs = self._weight_work.pop(bwd_chunk_id)
-        if kind == "full":
-            self._full_backward(bwd_chunk_id, work, grads, inputs)
-        elif kind == "weight":
+        if bwd_chunk_id in self.weights_together and not last_backward:
+            return
+        before = [index for index in self._weight_work if index != bwd_chunk_id] if last_backward else []
+        works = [(index, *self._weight_work.pop(index)) for index in (*before, bwd_chunk_id)]
+        split = [groups for _, kind, groups, _, _ in works if kind == "weight"]
+        if len(split) < len(works):  # one after the other: autograd tells of each gradient that a whole one adds to
+            for index, kind, work, grads, inputs in works:
+                if last_backward and index == bwd_chunk_id:
+                    self.completing(self.stage_index)
+                if kind == "full":
+                    self._full_backward(index, work, grads, inputs)
+                elif kind == "weight":
+                    with self._recompute():
+                        self._weights_backward([work])
+        else:
+            if last_backward:
+                self.completing(self.stage_index)
             with self._recompute():
-                self._weights_backward(work)
+                self._weights_backward(split)
         if last_backward:
             self.completing(None)
 
-    def _weights_backward(self, groups: list[dict[str, Any]]) -> None:
-        """Add the gradients that are left, the last parameters' first: in that order they travel to other replicas."""
+    def _weights_backward(self, parts: list[list[dict[str, Any]]]) -> None:
+        """Add the gradients that are left, the last parameters' first: in that order they travel to other replicas.
+
+        Args:
+            parts: Of each micro-batch, in order, the groups of parameters that torch has left.
+        """
         params = list(self.body.parameters())
         place = {accumulator_of(param): index for index, param in enumerate(params)}
+        groups = [group for part in parts for group in part]
+        left = Counter(node for group in groups for node in group["params"])
         for group in sorted(groups, key=lambda one: -max(place[node] for node in one["params"])):
-            mine = [params[place[node]] for node in group["params"]]
+            nodes = list(group["params"])
+            mine = [params[place[node]] for node in nodes]
             stage_backward_weight(iter(mine), [group])
-            for param in mine:
-                self.accumulated(param)
+            left.subtract(nodes)
+            for node, param in zip(nodes, mine, strict=True):
+                if not left[node]:
+                    self.accumulated(param)
 
     def _recompute(self) -> Any:
         assert self.on_backward is not None

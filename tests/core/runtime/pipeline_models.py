@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -455,11 +456,15 @@ def steps(rank: int, name: str, config: dict[str, Any], shapes: list[tuple[int, 
     return dict(loss=worst, weights=weights, counts=counts)
 
 
-def left_early(rank: int, config: dict[str, Any]) -> tuple[int, int]:
-    """Train a batch; return how many buckets left before the stage's backward had ended, and how many there are."""
+def left_early(rank: int, config: dict[str, Any], model: str) -> tuple[int, int, int, int, int]:
+    """Train a batch; return how many buckets had left when, and how many should have.
+
+    Before the first and the last stage of this rank were done, and of those that one stage completes; then, when all
+    are done, of all.
+    """
     from tests.models.pipeline import make_engine
 
-    engine = make_engine(build("sequential"), {"check_loss": False, **config})
+    engine = make_engine(build(model), {"check_loss": False, **config})
     parallel = engine.gradients.data_parallel
     seen: list[int] = []
 
@@ -468,12 +473,17 @@ def left_early(rank: int, config: dict[str, Any]) -> tuple[int, int]:
             seen.append(parallel._launched)
         parallel.completing(stage)
 
+    params = engine.parameters()
+    on_one = {params[e.name] for e in engine.entries if e.local and len(e.stages) == 1} & set(engine._stage_of)
+    early = sum(on_one.issuperset(chain(*bucket.parts.values())) for bucket in parallel._buckets)
+
     for stage in engine.stages:
         stage.completing = completing
     engine.train(lambda part, _: token_loss(engine.root, part), data(rows=8), completes=True)
+    in_the_end = parallel._launched
     engine.reduce_gradients()
     engine.release()
-    return seen[-1], len(parallel._buckets)
+    return seen[0], seen[-1], early, in_the_end, len(parallel._buckets)
 
 
 def trimmed_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:

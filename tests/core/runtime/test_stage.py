@@ -12,7 +12,9 @@ import torch
 from torch import nn
 
 from holmes_core.plan.layout import Layout
+from holmes_core.plan.one_f_one_b import embedding_on_last
 from holmes_core.runtime.engine import Engine
+from holmes_core.runtime.schedule import torch_actions, trailing_weights
 from holmes_core.runtime.stage import HolmesStage
 from holmes_core.runtime.torch_compat import stage_backward_input
 from tests.core.runtime import pipeline_models as models
@@ -69,34 +71,47 @@ def test_activations_in_eight_bits_between_clusters(two: Workers) -> None:
     _exact(two.run(models.steps, "Gpt", config, SHAPES, "token_loss"))
 
 
-@pytest.mark.parametrize("more", [{"defer_weights": True, "taper": True}, {"schedule": "zbv"}, {}])
+EMBEDDING_LAST = {"defer_weights": True, "taper": True, "embedding": "last"}
+
+
+@pytest.mark.parametrize("more", [EMBEDDING_LAST, {"defer_weights": True, "taper": True}, {"schedule": "zbv"}, {}])
 def test_gradients_leave_before_a_stage_is_done_split_or_not(more: dict[str, Any]) -> None:
     workers = Workers(4)
     try:
-        for left, there in workers.run(models.left_early, {"pp": 2, "dp": 2, "num_microbatches": 4, **more}).check():
-            assert left == there > 0
-        for left, _ in workers.run(models.left_early, {"pp": 2, "dp": 2, "overlap": False, **more}).check():
+        config = {"pp": 2, "dp": 2, "num_microbatches": 4, **more}
+        for model in ("Gpt",) if "embedding" in more else ("Gpt", "sequential"):
+            for _, left, early, in_the_end, there in workers.run(models.left_early, config, model).check():
+                assert left == early > 0
+                assert in_the_end == there
+        for left, *_ in workers.run(models.left_early, {**config, "overlap": False}, "Gpt").check():
             assert left == 0
     finally:
         workers.close()
 
 
-def test_a_split_backward_tells_of_each_parameter_the_last_first() -> None:
+def test_split_backwards_are_ended_together_parameter_by_parameter_the_last_first() -> None:
     torch.manual_seed(0)
     body = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
-    x = torch.randn(2, 4, requires_grad=True)
-    body(x).square().sum().backward()
+    batches = [torch.randn(2, 4, requires_grad=True) for _ in range(3)]
+    sum(body(x).square().sum() for x in batches).backward()
     expected = [p.grad.clone() for p in body.parameters()]
     body.zero_grad()
-    told: list[nn.Parameter] = []
-    stage = SimpleNamespace(body=body, accumulated=told.append)
-    _, groups = stage_backward_input([body(x).square().sum()], None, [x], body.parameters())
+    told: list[tuple[nn.Parameter, torch.Tensor]] = []
+    stage = SimpleNamespace(body=body, accumulated=lambda param: told.append((param, param.grad.clone())))
+    parts = [stage_backward_input([body(x).square().sum()], None, [x], body.parameters())[1] for x in batches]
     assert all(p.grad is None for p in body.parameters())
-    HolmesStage._weights_backward(stage, groups)
+    HolmesStage._weights_backward(stage, parts)
     for param, grad in zip(body.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
-    layers = [next(i for i, layer in enumerate(body) if any(p is param for p in layer.parameters())) for param in told]
-    assert layers == [2, 2, 1, 1, 0, 0]
+    assert all(torch.equal(param.grad, then) for param, then in told)  # complete when told
+    order = [next(i for i, layer in enumerate(body) if any(p is one for p in layer.parameters())) for one, _ in told]
+    assert order == [2, 2, 1, 1, 0, 0]
+
+
+def test_weights_parts_at_the_end_of_a_stage_wait_for_its_last() -> None:
+    orders = torch_actions(embedding_on_last(2, 5, split=True, tapered=True))
+    assert trailing_weights(orders[1], 2) == {0, 3, 4}  # the embedding's own backward passes come after them
+    assert trailing_weights(orders[1], 0) == trailing_weights(orders[0], 1) == frozenset()
 
 
 def test_a_tapered_batch_is_cut_smaller_at_its_ends() -> None:
