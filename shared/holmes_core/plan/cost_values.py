@@ -20,8 +20,8 @@ COMPUTE_EFFICIENCY = 0.55
 #: Bytes that CUDA, its libraries and the communicators take on every GPU.
 RUNTIME_BYTES = int(1.5 * 2**30)
 #: Part of the gradients' way that a backward pass cannot hide: the last of about 8 buckets (`runtime.data_parallel`).
-#: On processors sending takes their time: 0.16 s of it for 110 MB, which then had half a core and 2.5 Gbit/s.
-SHOWN, SHOWN_ON_CPU = 1 / 8, 0.4
+#: On processors sending takes their time: 0.04 to 0.05 s of 0.2 s that 56 MB travel, with 0.45 cores and 2.25 Gbit/s.
+SHOWN, SHOWN_ON_CPU = 1 / 8, 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from holmes_core.plan.cost import ACTION_OPERATIONS, CostModel, Prediction, Stag
 from holmes_core.plan.cost_memory import HEAP, ParameterBytes
 from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
+from holmes_core.plan.cost_values import SHOWN_ON_CPU
 from holmes_core.plan.hardware import Hardware, Link, Measured
 from tests.core.plan.prediction_jobs import choice, cluster, gpt, job, two_clusters
 
@@ -192,7 +193,7 @@ def test_what_was_measured_around_the_blocks_is_counted() -> None:
     travel, spread = copied.gather_seconds[0], copied.spread_seconds[0]
     assert copied.exposed_gather(0, False) == travel + spread
     for opening in (0.01 * travel, travel):
-        left = max(0.4 * travel, travel - opening)
+        left = max(SHOWN_ON_CPU * travel, travel - opening)
         assert replace(copied, opening=(opening, 0.0)).exposed_gather(0, True) == pytest.approx(left + spread)
 
 
