@@ -3,7 +3,8 @@
 
     sudo .venv/bin/python benchmarks/lab_timeline.py [--setting hybrid8] [--variant holmes] [--out lab_timeline.png]
 
-Prints, per rank, the seconds of the step by what they were spent on. Clocks are one: all hosts are namespaces of this
+Prints, per rank, the seconds of the step by what they were spent on, and waits by where they are: before the second
+pass, between passes, after the last (for the loss, and for sums). Clocks are one: all hosts are namespaces of this
 machine.
 """
 
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +86,14 @@ def step_of(records: list[Record]) -> list[Record]:
     return records[ends[-3] + 1 : ends[-2] + 1]
 
 
+def waits(step: list[Record]) -> tuple[float, float, float]:
+    """Return for how long a rank waited before its second pass, between passes, and after its last."""
+    passes = [index for index, record in enumerate(step) if record[0] in "FBIW" and record[4] - record[3] > SHORTEST]
+    gaps = [max(0.0, after[3] - before[4]) for before, after in pairwise(step)]  # gaps[i] lies before step[i + 1]
+    second, last = passes[1], passes[-1]
+    return sum(gaps[:second]), sum(gaps[second:last]), sum(gaps[last:])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--setting", choices=lab_settings.TITLES, default="hybrid8")
@@ -111,14 +121,15 @@ def main() -> None:
             raise SystemExit("\n".join(line for line in lines if "Error" in line) or "\n".join(lines[-20:]))
         steps = [step_of(json.loads(file.read_text())) for file in sorted(Path(folder).glob("records.*"))]
     write_png(simulation_of(steps), args.out, title=title, how="measured")
-    print(f"{title}\n{'rank':>4} {'step':>6}  " + " ".join(f"{kind:>9}" for kind in (*KINDS, "waits")))
+    print(f"{title}\n{'rank':>4} {'step':>6}  " + " ".join(f"{kind:>9}" for kind in (*KINDS, *WAITS)))
     for rank, step in enumerate(steps):
         length = step[-1][4] - step[0][3]
         spent = Counter({kind: sum(r[4] - r[3] for r in step if r[0] == kind) for kind in KINDS})
-        row = [*(spent[kind] for kind in KINDS), length - sum(spent.values())]
+        row = [*(spent[kind] for kind in KINDS), *waits(step)]
         print(f"{rank:>4} {length:>6.2f}  " + " ".join(f"{seconds:>9.2f}" for seconds in row))
 
 
+WAITS = ("w start", "w between", "w end")
 KINDS = ("F", "B", "I", "W", "reduce", "optimizer", "gather")
 
 
