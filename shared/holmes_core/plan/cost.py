@@ -21,6 +21,7 @@ from holmes_core.plan.cost_values import (
     RUNTIME_BYTES,
     SHOWN,
     SHOWN_ON_CPU,
+    SOCKET_COPIES,
     Choice,
     Job,
     Prediction,
@@ -314,10 +315,12 @@ class CostModel:
         measured = self.job.hardware.clusters[place.cluster].measured
         copied = 0.0 if measured is None else self._slow(place, measured) * measured.copied
         gradients, weights = parameters * self.bytes.gradients, parameters * self.bytes.weights * self.job.trainable
-        # Into flat buffers; gloo's owners add up what they receive. Parameters go into sockets and out of them.
+        # Into flat buffers; gloo's owners add up what they receive. Parameters go into flat buffers and out of them;
+        # with gloo (almost all) from where they lie into sockets, and out of them.
         shared = choice.sharding != "none"
         before = copied * gradients * (1 + (dp - 1) / dp * (self.bytes.gloo and shared))
-        after = copied * weights * (1 + (dp - 1) / dp) if shared else 0.0
+        copies = 2 * (dp - 1) / dp * SOCKET_COPIES if self.bytes.gloo else 1 + (dp - 1) / dp
+        after = copied * weights * copies if shared else 0.0
         between = self.network.ring_bandwidth(place, dp)
         if not between:
             local = self.network.local_bandwidth(place.cluster)

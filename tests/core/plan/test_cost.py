@@ -12,7 +12,7 @@ from holmes_core.plan.cost import ACTION_OPERATIONS, CostModel, Prediction, Stag
 from holmes_core.plan.cost_memory import HEAP, ParameterBytes
 from holmes_core.plan.cost_network import SOCKET_EFFICIENCY, Network
 from holmes_core.plan.cost_schedule import in_flight, pipeline_seconds
-from holmes_core.plan.cost_values import SHOWN_ON_CPU
+from holmes_core.plan.cost_values import SHOWN_ON_CPU, SOCKET_COPIES
 from holmes_core.plan.hardware import Hardware, Link, Measured
 from tests.core.plan.prediction_jobs import choice, cluster, gpt, job, two_clusters
 
@@ -185,10 +185,10 @@ def test_what_was_measured_around_the_blocks_is_counted() -> None:
     assert [b - a for a, b in zip(nothing.forward, around.forward, strict=True)] == pytest.approx([0.003, 0.003])
     assert [b - a for a, b in zip(nothing.backward, fixed.backward, strict=True)] == pytest.approx([0, 0.5])
     parameters = 15 * gpt().blocks[0].parameters + gpt().embedding_parameters
-    # In: everything once, and the other replica's half added; out: everything once, half of it back.
-    for name in ("copy_seconds", "spread_seconds"):
+    # Gradients: everything once, and the other replica's half added. Parameters: half into sockets, half out of them.
+    for name, copies in (("copy_seconds", 1.5), ("spread_seconds", SOCKET_COPIES)):
         more = getattr(copied, name)[0] - getattr(nothing, name)[0]
-        assert more == pytest.approx(1.5 * 4 * parameters * 1e-9)
+        assert more == pytest.approx(copies * 4 * parameters * 1e-9)
     # What travels hides under the next forward pass; what a processor does for it, and a part of the way, does not.
     travel, spread = copied.gather_seconds[0], copied.spread_seconds[0]
     assert copied.exposed_gather(0, False) == travel + spread
