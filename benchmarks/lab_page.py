@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -97,6 +98,32 @@ def ablations(results: Results) -> list[str]:
     return lines
 
 
+def plans(results: Results) -> list[str]:
+    """Return a table of what each job chose that planned itself, and how far its prediction was from its steps."""
+    rows: list[str] = []
+    errors: list[float] = []
+    for key, runs in results.items():
+        for run in runs if key[1].startswith("planned") else []:
+            said = " ".join(run.said)
+            chose = re.search(r"by what was measured: ([^;]*)", said)
+            predicted = re.search(r"([\d.]+) s per step", said)
+            took = statistics.median(one for turn in run.turns for one in turn)
+            cells = ["-", "-"]
+            if predicted is not None:
+                errors.append(float(predicted[1]) / took - 1)
+                cells = [predicted[1], f"{errors[-1]:+.0%}"]
+            rows.append(f"| {TITLES[key[0]]} | {VARIANTS[key[1]].system} | {chose[1] if chose else '-'} | {cells[0]} | "
+                        f"{took:.2f} | {cells[1]} |")  # fmt: skip
+    if not errors:
+        return []
+    typical, worst = statistics.median(map(abs, errors)), max(map(abs, errors))
+    return ["", "## What jobs chose that planned themselves", "",
+            f"With what each measured in its first seconds. Predictions: median {typical:.1%} from the steps that "
+            f"followed, worst {worst:.0%}.", "",
+            "| setting | system | chosen | predicted, s | measured, s | |", "| --- | --- | --- | --- | --- | --- |",
+            *rows]  # fmt: skip
+
+
 def goals(results: Results, batch: int) -> list[str]:
     """Return a table of what is asked of Holmes and what was measured."""
     rows: list[tuple[str, str, bool]] = []
@@ -132,8 +159,16 @@ def goals(results: Results, batch: int) -> list[str]:
     return ["", "## Goals", "", "| asked | measured | met |", "| --- | --- | --- |", *lines] if lines else []
 
 
-def page(results: Results, failures: dict[Key, str], words: str, batch: int, picture: str) -> str:
-    """Return the result page."""
+def page(results: Results, failures: dict[Key, str], commands: Sequence[str], batch: int, picture: str) -> str:
+    """Return the result page.
+
+    Args:
+        results: What was measured.
+        failures: What was not, and why.
+        commands: The arguments of each call of lab_throughput.py that measured it.
+        batch: Sequences per step.
+        picture: Name of the bar chart's file.
+    """
     from lab_systems import LENGTH, SIZE
 
     settings = [setting for setting in TITLES if any(where == setting for where, _ in results)]
@@ -145,9 +180,11 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int, pic
         f"torch {version('torch')}, lightning {version('lightning')}, accelerate {version('accelerate')}, transformers "
         f"{version('transformers')}, Python {platform.python_version()}, Linux {platform.release()}.",
         "",
-        f"`python benchmarks/lab_throughput.py {words}`. Jobs of a sitting train in turn, some steps each; speeds are "
-        "medians over turns, each against Holmes on one fabric in the same round. Of each peer the best variant "
-        "counts; Holmes plans by itself.",
+        "Jobs of a sitting train in turn, some steps each; speeds are medians over turns, each against Holmes on one "
+        "fabric in the same round (seconds are of the hour they were measured in). Of each peer the best variant "
+        "counts; Holmes plans by itself. `python benchmarks/lab_throughput.py` with:",
+        "",
+        *[f"- `{words}`" for words in commands],
         "",
         f"![speed]({picture})",
         "",
@@ -188,7 +225,7 @@ def page(results: Results, failures: dict[Key, str], words: str, batch: int, pic
         )
     lines += [f"| {TITLES[s]} | {VARIANTS[n].system} | {VARIANTS[n].label} | - | 0 | {why} | - | - |" for (s, n), why
               in failures.items() if (s, n) not in results]  # fmt: skip
-    lines += ablations(results)
+    lines += [*ablations(results), *plans(results)]
     return "\n".join(lines) + "\n"
 
 

@@ -65,6 +65,7 @@ def main() -> None:
         lab_turns.hold(args.hold[0], args.hold[1], Path(args.hold[2]), turns=args.turns, words=words)
     lab_turns.end_on_sigterm()
     results: Results = {}
+    commands: list[str] = []
     saved = Path(args.out).with_suffix(".json") if args.out else None
     what = f"{SIZE}; {args.batch} x {LENGTH} tokens; {host_cpus():g} CPUs per host; {FABRIC} bit/s"
     if args.add and saved is not None and saved.exists():
@@ -73,6 +74,7 @@ def main() -> None:
             parser.error(f"--add: {saved} has {kept['what']}; this would be {what}: not to be compared")
         for *key, runs in kept["runs"]:
             results[key[0], key[1]] = [Run(**run) for run in runs]
+        commands += kept["commands"]
     failures: dict[Key, str] = {}
     keys = [(setting, name) for setting in args.settings for name in args.systems]
     if args.jobs:
@@ -85,7 +87,7 @@ def main() -> None:
     chosen = f"--settings {' '.join(args.settings)} --systems {' '.join(args.systems)}"
     chosen = f"--jobs {' '.join(args.jobs)}" if args.jobs else chosen
     command = f"{chosen} --repeats {args.repeats} --turns {args.turns} --steps {args.steps} "
-    command += f"--together {args.together} --batch {args.batch}"
+    commands.append(f"{command}--together {args.together} --batch {args.batch}")
     for repeat in range(args.repeats):
         for start in range(0, max(1, len(keys)), size):
             number += 1
@@ -105,11 +107,11 @@ def main() -> None:
             if saved is not None:  # hours of work: kept from the first sitting on
                 rows = [[*key, [asdict(run) for run in runs]] for key, runs in results.items()]
                 part = saved.with_suffix(".part")
-                part.write_text(json.dumps({"what": what, "runs": rows}, indent=1) + "\n")
+                part.write_text(json.dumps({"what": what, "commands": commands, "runs": rows}, indent=1) + "\n")
                 part.replace(saved)
     if not results:
         sys.exit("nothing was measured")
-    text = page(results, failures, command, args.batch, Path(args.out or "lab.md").with_suffix(".png").name)
+    text = page(results, failures, commands, args.batch, Path(args.out or "lab.md").with_suffix(".png").name)
     print(text)
     if args.out:
         Path(args.out).write_text(text)
