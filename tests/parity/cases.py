@@ -323,6 +323,18 @@ FAST = (
         **CHANGING,
     ),
     Case(
+        name="pp2_dp2_tapered_embedding_on_last_rank",
+        description="the same, the embedding's gradients summed before those of the last weights are computed",
+        config=_config(
+            pp=2, dp=2, taper=True, defer_weights=True, embedding="last", num_microbatches=3, sharding="none"
+        ),
+        model="gpt2",
+        tied=True,
+        accumulate=2,
+        clip=0.5,
+        **CHANGING,
+    ),
+    Case(
         name="pp2_dp3_parameters_on_their_way",
         description="parameters come from those who stepped them while the next forward runs; clipping, adamw",
         config=_config(pp=2, dp=3, overlap_param_gather=True),

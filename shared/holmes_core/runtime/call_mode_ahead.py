@@ -67,7 +67,7 @@ class Ahead:
         self.another()
         if self._on and not self._wrong and complete:
             self._under_way, self._right, self._left = True, False, []
-            self._engine.gradients.data_parallel.expect(self._engine._stage_of, keep=True)
+            self._engine.gradients.data_parallel.expect(self._engine._stages_of, keep=True)
 
     def another(self) -> None:
         """One more call in this step, or backward: what left early was not all.

@@ -13,6 +13,7 @@ section 3.2.3). All ranks launch the same buckets in the same order, whatever ea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -126,6 +127,11 @@ class _Bucket:
     works: list[Any] = field(default_factory=list)
     sums: dict[int | None, list[Tensor]] = field(default_factory=dict)  # target: the buffers that add up to its sum
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters."""
+        return sum(param.nbytes for part in self.parts.values() for param in part)
+
 
 def _make_buckets(params: Sequence[nn.Parameter], target: Callable[[nn.Parameter], int | None]) -> list[_Bucket]:
     total = sum(p.numel() * p.element_size() for p in params)
@@ -150,7 +156,8 @@ class DataParallel:
         group: The group.
         count: Told what is sent.
         overlap: Whether buckets may leave while the last backward still runs (see `expect`).
-        last: Parameters that are complete late, or perhaps not used: their buckets leave after all others.
+        last: Parameters that are complete late, or perhaps not used: their buckets leave after all others,
+        last_at: or after this part of them (of their bytes).
     """
 
     def __init__(
@@ -162,6 +169,7 @@ class DataParallel:
         count: Count,
         overlap: bool = True,
         last: Collection[nn.Parameter] = (),
+        last_at: float = 1.0,
     ) -> None:
         self._params = list(params)
         self._count = count
@@ -169,9 +177,7 @@ class DataParallel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.shard_optimizer = owner is not None
         self.owner: Mapping[nn.Parameter, int] = owner or {}
-        parts = [[p for p in self._params if p not in last], [p for p in self._params if p in last]]
-        made = [_make_buckets(part, self.owner.get) for part in parts] if self.size > 1 else []
-        self._buckets = [bucket for part in made for bucket in part]
+        self._buckets = self._in_order(set(last), last_at) if self.size > 1 else []
         self._bucket_of = {p: b for b in self._buckets for part in b.parts.values() for p in part}
         self._launched = 0
         self._kept = False
@@ -179,7 +185,8 @@ class DataParallel:
         self.grown = False
         #: What has left, where it is kept: parameter, gradient, and the gradient's version when it was copied.
         self.left: list[tuple[nn.Parameter, Tensor | None, int]] = []
-        self._expecting: Mapping[nn.Parameter, int] | None = None
+        self._expecting: Mapping[nn.Parameter, Collection[int]] | None = None
+        self._awaited: dict[nn.Parameter, set[int]] = {}  # stages whose part of a gradient is to come in this step
         self._completing: int | None = None
         self._overlap = overlap
         #: What gradients are multiplied by as they leave.
@@ -188,6 +195,13 @@ class DataParallel:
         self.guard: Callable[[], AbstractContextManager[Any]] = nullcontext
         told: Iterable[Any] = self._bucket_of if overlap else ()
         self._hooks = [param.register_post_accumulate_grad_hook(self.accumulated) for param in told]
+
+    def _in_order(self, last: Collection[nn.Parameter], last_at: float) -> list[_Bucket]:
+        parts = [[p for p in self._params if p not in last], [p for p in self._params if p in last]]
+        first, late = [_make_buckets(part, self.owner.get) for part in parts]
+        ends = list(itertools.accumulate(bucket.nbytes for bucket in first))
+        place = sum(end <= last_at * ends[-1] for end in ends)
+        return [*first[:place], *late, *first[place:]]
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this rank steps the parameter and answers for it (rank 0 does where nothing is sharded)."""
@@ -199,44 +213,53 @@ class DataParallel:
             hook.remove()
 
     # ---- while the last backward runs ----------------------------------------------------------------------------
-    def expect(self, stage_of: Mapping[nn.Parameter, int], *, keep: bool) -> None:
+    def expect(self, stages_of: Mapping[nn.Parameter, Collection[int]], *, keep: bool) -> None:
         """The backward passes that follow complete the step's gradients: buckets may leave as they fill.
 
         Args:
-            stage_of: The one local stage that computes a parameter's gradient. Parameters that are not in it (several
-                stages of this rank use them) wait for `complete`.
+            stages_of: The local stages that may compute a part of a parameter's gradient.
             keep: Whether ``param.grad`` stays as it was until `reduce_gradients`, so that all can be taken back
                 (`discard`). Otherwise a gradient that has left is None until then: its memory is free for the next.
         """
-        self._expecting, self._kept, self.grown = stage_of, keep, False
+        self._expecting, self._kept, self.grown = stages_of, keep, False
+        self._awaited = {param: set(stages) for param, stages in stages_of.items()}
         self.left = []
         for bucket in self._buckets:
             bucket.missing = {p for part in bucket.parts.values() for p in part}
             bucket.left = False
 
     def completing(self, stage: int | None) -> None:
-        """The backward of a stage's last micro-batch begins (None: it has ended)."""
+        """The backward of a stage's last micro-batch begins, or goes on (None: it has ended)."""
         if self._expecting is None:
             return
         done, self._completing = self._completing, stage
         if done is not None and stage is None:  # gradients nobody told of: unused parameters
-            for param, at in self._expecting.items():
-                if at == done and param in self._bucket_of:
-                    self._bucket_of[param].missing.discard(param)
+            for param, awaited in self._awaited.items():
+                if done in awaited:
+                    self._told(param, done)
             self._launch_complete()
+
+    def pausing(self) -> None:
+        """Another stage's backward comes before the rest of this one."""
+        self._completing = None
+
+    def _told(self, param: nn.Parameter, stage: int) -> None:
+        self._awaited[param].discard(stage)
+        if not self._awaited[param] and param in self._bucket_of:
+            self._bucket_of[param].missing.discard(param)
 
     def accumulated(self, param: nn.Parameter) -> None:
         """A backward pass has added to a parameter's gradient (told by autograd, or by a split backward)."""
         if self._completing is None or self._expecting is None or not self._overlap:
             return
         bucket = self._bucket_of.get(param)  # none where there is one replica
-        if bucket is None or self._expecting.get(param) != self._completing:
+        if bucket is None or self._completing not in self._expecting.get(param, ()):
             return
         if bucket.left:
             if not self._kept:
                 raise _grown(param)
             self.grown = True
-        bucket.missing.discard(param)
+        self._told(param, self._completing)
         self._launch_complete()
 
     def complete(self) -> None:

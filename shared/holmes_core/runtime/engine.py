@@ -15,7 +15,6 @@ It knows neither Lightning nor Accelerate; both drive it the same way:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -38,7 +37,7 @@ from holmes_core.runtime.intercept import Interceptor, Window, restore_class
 from holmes_core.runtime.loss import LossRule, read_loss
 from holmes_core.runtime.process_groups import ProcessGroups
 from holmes_core.runtime.pulse import Pulse
-from holmes_core.runtime.schedule import build_schedule, run_forward, run_schedule
+from holmes_core.runtime.schedule import before_embedding, build_schedule, run_forward, run_schedule
 from holmes_core.runtime.split import ParamEntry, decide_stages, drop_absent, find_entries, slots
 from holmes_core.runtime.stage import Edge, HolmesStage, StageBody
 from holmes_core.runtime.wire import WHOLE, Wire
@@ -134,7 +133,7 @@ class Engine:
         #: does), instead of being a part of one loss over all replicas.
         self.loss_per_replica = False
         self._schedules: dict[int, Any] = {}
-        self._stage_of: dict[nn.Parameter, int] = {}
+        self._stages_of: dict[nn.Parameter, list[int]] = {}
         self._pass: _Pass | None = None
         self._passes = 0
 
@@ -169,11 +168,12 @@ class Engine:
         params = self.parameters()
         trained = [p for p in params.values() if p.requires_grad]
         held = {s: [p for p in trained if s in in_block.get(id(p), (s,))] for s in self.local_stages}
-        several = Counter(param for mine in held.values() for param in mine)
-        self._stage_of = {param: s for s, mine in held.items() for param in mine if several[param] == 1}
+        for stage, mine in held.items():
+            for param in mine:
+                self._stages_of.setdefault(param, []).append(stage)
         # Those on several stages, here or elsewhere, are complete late, or unused here: no others wait for them.
-        last = {params[entry.name] for entry in self.entries if entry.local and len(entry.stages) > 1}
-        last |= {param for param, count in several.items() if count > 1}
+        late = {params[entry.name] for entry in self.entries if entry.local and len(entry.stages) > 1}
+        late |= {param for param, stages in self._stages_of.items() if len(stages) > 1}
         self.gradients = Gradients(
             entries=self.entries,
             params=params,
@@ -186,9 +186,16 @@ class Engine:
             overlap=self.config.overlap,
             overlap_param_gather=self.config.overlap_param_gather,
             waiting=lambda: self.pulse.arriving(),
-            last=last,
+            last=late,
+            last_at=self._before_embedding(),
         )
-        self.stages = [self._make_stage(self.windows[s], held[s]) for s in self.local_stages]
+        self.stages = [self._make_stage(self.windows[s], held[s], late) for s in self.local_stages]
+
+    def _before_embedding(self) -> float:
+        """Part of this rank's gradients that are complete before the embedding's, where it runs that and blocks."""
+        layout, pp = self.plan.layout, len(self.stages_of_rank)
+        here = layout.schedule == "1f1b" and self.num_stages == pp + 1 and 0 in self.local_stages
+        return before_embedding(pp, split=layout.defer_weights, tapered=layout.taper) if here else 1.0
 
     def local_names(self) -> dict[str, bool]:
         """Whether this rank holds a parameter, by every name."""
@@ -199,7 +206,7 @@ class Engine:
         current = {name: param for name, _, _, param in slots(self.root)}
         return {entry.name: current[entry.name] for entry in self.entries if entry.local}
 
-    def _make_stage(self, window: Window, held: list[nn.Parameter]) -> HolmesStage:
+    def _make_stage(self, window: Window, held: list[nn.Parameter], late: set[nn.Parameter]) -> HolmesStage:
         body = StageBody(self._run, lambda: held)
         before, after = window.stage - 1, window.stage + 1
         edges = {
@@ -229,6 +236,8 @@ class Engine:
         stage.on_backward = partial(self._backward_context, window.stage)
         stage.completing = self.gradients.data_parallel.completing
         stage.accumulated = self.gradients.data_parallel.accumulated
+        stage.shared = late
+        stage.pausing = self.gradients.data_parallel.pausing
         return stage
 
     def _wire(self, peer: int) -> Wire:
@@ -300,7 +309,7 @@ class Engine:
             seeds=(self.seed, 1, self.batches_seen, self.place.dp),
         )
         if completes:
-            self.gradients.data_parallel.expect(self._stage_of, keep=keep)
+            self.gradients.data_parallel.expect(self._stages_of, keep=keep)
         self._run_pass(run)
         if completes:
             self.gradients.data_parallel.complete()

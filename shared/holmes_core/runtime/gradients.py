@@ -40,7 +40,8 @@ class Gradients:
         overlap: Whether gradients may be summed while the step's last backward still runs.
         overlap_param_gather: Whether parameters may be handed out while the next forward runs.
         waiting: Context of waits for parameters.
-        last: Parameters whose gradients leave after all others (see `DataParallel`).
+        last: Parameters whose gradients leave after all others, or after a part of them (see `DataParallel`).
+        last_at: Which part.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Gradients:
         overlap_param_gather: bool = False,
         waiting: Callable[[], AbstractContextManager[Any]] = nullcontext,
         last: Collection[nn.Parameter] = (),
+        last_at: float = 1.0,
     ) -> None:
         self._place, self._groups = place, groups
         shared = [e for e in entries if len(e.owners) > 1]
@@ -83,6 +85,7 @@ class Gradients:
             count=groups.traffic.add,
             overlap=overlap,
             last=last,
+            last_at=last_at,
         )
         self._hand_out = HandOut(
             list(self.params.values()),

@@ -23,9 +23,11 @@ from holmes_core.runtime.torch_compat import (
     PipelineScheduleRuntime,
     get_schedule_class,
 )
+from holmes_core.runtime.weights import WeightsTogether
 
 __all__ = [
     "SINGLE_STAGE",
+    "before_embedding",
     "build_schedule",
     "gpipe_order",
     "receive_early",
@@ -191,8 +193,8 @@ def receive_early(actions: Sequence[Action], rank_of: Mapping[int, int]) -> list
     return order
 
 
-def trailing_weights(actions: Sequence[Action], stage: int) -> frozenset[int]:
-    """Return the micro-batches whose weights' parts end a stage's work, one after the other.
+def trailing_weights(actions: Sequence[Action], stage: int, *, embedding: int | None = None) -> WeightsTogether:
+    """Return the micro-batches whose weights' parts end a stage's work.
 
     Done parameter by parameter for all of them, not micro-batch by micro-batch, the first gradients are complete when
     little of that time has passed, and travel to other replicas under the rest of it.
@@ -200,16 +202,39 @@ def trailing_weights(actions: Sequence[Action], stage: int) -> frozenset[int]:
     Args:
         actions: One rank's computations, sends and receives.
         stage: One of its stages.
+        embedding: A stage of little work whose backward passes may come in between.
     """
     found: list[int] = []
+    pause = 0
     computing = [one for action in actions for one in action.sub_actions or (action,) if one.computation_type in _WORK]
     ending = max((at for at, one in enumerate(computing) if one.stage_index == stage), default=-1)
     for one in reversed(computing[: ending + 1]):
         index = one.microbatch_index
+        if found and one.stage_index == embedding and one.computation_type == _B:
+            pause = pause or len(found)
+            continue
         if one.stage_index != stage or one.computation_type != ComputationType.BACKWARD_WEIGHT or index is None:
             break
         found.append(index)
-    return frozenset(found)
+    if not pause or pause == len(found):
+        return WeightsTogether(micro_batches=frozenset(found))
+    return WeightsTogether(
+        micro_batches=frozenset(found), pause=found[pause], part=(len(found) - pause) / len(found)
+    )
+
+
+def before_embedding(pp: int, *, split: bool, tapered: bool) -> float:
+    """Return the part of the last rank's weights' parts that comes before the last backward pass of an embedding there.
+
+    Args:
+        pp: Pipeline ranks.
+        split: Whether weights' parts are put off at all.
+        tapered: Whether the last micro-batch is a smaller one.
+    """
+    if not split:
+        return 1.0
+    orders = torch_actions(embedding_on_last(pp, 2 * pp, split=True, tapered=tapered))
+    return trailing_weights(orders[pp - 1], pp, embedding=0).part
 
 
 def run_schedule(schedule: Any, *, early: bool) -> None:
@@ -222,7 +247,10 @@ def run_schedule(schedule: Any, *, early: bool) -> None:
     lists, rank = schedule.pipeline_order_with_comms, schedule.rank
     if not hasattr(schedule, "_holmes_lists"):
         schedule._holmes_lists = (lists[rank], receive_early(lists[rank], schedule.stage_index_to_group_rank))
-        schedule._holmes_weights = [trailing_weights(lists[rank], stage.stage_index) for stage in schedule._stages]
+        embedding = next((stage.stage_index for stage in schedule._stages if stage.window.stop == 0), None)
+        schedule._holmes_weights = [
+            trailing_weights(lists[rank], stage.stage_index, embedding=embedding) for stage in schedule._stages
+        ]
     lists[rank] = schedule._holmes_lists[early]
     for stage, together in zip(schedule._stages, schedule._holmes_weights, strict=True):
         stage.weights_together = together

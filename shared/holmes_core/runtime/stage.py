@@ -9,8 +9,7 @@ share; stages below which nothing is trained exchange no gradients.
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +21,8 @@ from torch.distributed.pipelining import PipelineStage
 from holmes_core.errors import HolmesError
 from holmes_core.runtime.boundary import Boundary
 from holmes_core.runtime.intercept import Window
-from holmes_core.runtime.torch_compat import (
-    accumulator_of,
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from holmes_core.runtime.torch_compat import stage_backward, stage_backward_input
+from holmes_core.runtime.weights import WeightsBackward, WeightsTogether
 from holmes_core.runtime.wire import WHOLE, Wire
 
 __all__ = ["Edge", "HolmesStage", "StageBody"]
@@ -116,8 +111,11 @@ class HolmesStage(PipelineStage):
         self.completing: Callable[[int | None], None] = lambda stage: None
         #: Told a parameter whose gradient a split backward has added to (autograd's own hooks tell of the others).
         self.accumulated: Callable[[nn.Parameter], None] = lambda param: None
-        #: Micro-batches whose weights' part is done with that of the last one (see `trailing_weights`).
-        self.weights_together: frozenset[int] = frozenset()
+        #: Another stage's backward comes before the rest of this stage's last one.
+        self.pausing: Callable[[], None] = lambda: None
+        #: Parameters to which another stage adds gradients, too.
+        self.shared: Collection[nn.Parameter] = ()
+        self.weights_together = WeightsTogether()
         self.trace: list[tuple[int, str, int]] | None = None
         self._keys: list[Any] = []
         self._in_known: dict[Any, Boundary] = {}
@@ -134,6 +132,7 @@ class HolmesStage(PipelineStage):
         self._grads_in: dict[int, Tensor | None] = {}  # gradients of its inputs, computed
         self._outputs: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._weight_work: dict[int, tuple[str, Any, Any, Any]] = {}
+        self._begun: WeightsBackward | None = None  # what `pause` has interrupted
 
     def start_step(self, keys: list[Any], *, has_backward: bool) -> None:
         """Prepare for a batch; `keys` describe the shapes of its micro-batches, equal on all ranks of a replica."""
@@ -318,10 +317,12 @@ class HolmesStage(PipelineStage):
         """Compute the gradients of the parameters that `backward_one_chunk` left for later."""
         if self.trace is not None:
             self.trace.append((self.stage_index, "W", bwd_chunk_id))
-        if bwd_chunk_id in self.weights_together and not last_backward:
+        if bwd_chunk_id in self.weights_together.micro_batches and not last_backward:
+            if bwd_chunk_id == self.weights_together.pause:
+                self._begin_weights()
             return
         before = [index for index in self._weight_work if index != bwd_chunk_id] if last_backward else []
-        works = [(index, *self._weight_work.pop(index)) for index in (*before, bwd_chunk_id)]
+        works = [(index, *self._weight_work.pop(index)) for index in (*before, bwd_chunk_id) if self._begun is None]
         split = [groups for _, kind, groups, _, _ in works if kind == "weight"]
         if len(split) < len(works):  # one after the other: autograd tells of each gradient that a whole one adds to
             for index, kind, work, grads, inputs in works:
@@ -331,33 +332,32 @@ class HolmesStage(PipelineStage):
                     self._full_backward(index, work, grads, inputs)
                 elif kind == "weight":
                     with self._recompute():
-                        self._weights_backward([work])
+                        self._weights_backward([work]).run()
         else:
             if last_backward:
                 self.completing(self.stage_index)
             with self._recompute():
-                self._weights_backward(split)
+                (self._begun or self._weights_backward(split)).run()
+            self._begun = None
         if last_backward:
             self.completing(None)
 
-    def _weights_backward(self, parts: list[list[dict[str, Any]]]) -> None:
-        """Add the gradients that are left, the last parameters' first: in that order they travel to other replicas.
+    def _begin_weights(self) -> None:
+        """Do a part of what ends this stage's work, then let another stage's backward come."""
+        works = list(self._weight_work.values())
+        if any(kind != "weight" for kind, *_ in works):
+            return
+        self._weight_work.clear()
+        self._begun = self._weights_backward([groups for _, groups, _, _ in works])
+        self.completing(self.stage_index)
+        with self._recompute():
+            self._begun.run(self.weights_together.part)
+        for param in self._begun.unused():
+            self.accumulated(param)
+        self.pausing()
 
-        Args:
-            parts: Of each micro-batch, in order, the groups of parameters that torch has left.
-        """
-        params = list(self.body.parameters())
-        place = {accumulator_of(param): index for index, param in enumerate(params)}
-        groups = [group for part in parts for group in part]
-        left = Counter(node for group in groups for node in group["params"])
-        for group in sorted(groups, key=lambda one: -max(place[node] for node in one["params"])):
-            nodes = list(group["params"])
-            mine = [params[place[node]] for node in nodes]
-            stage_backward_weight(iter(mine), [group])
-            left.subtract(nodes)
-            for node, param in zip(nodes, mine, strict=True):
-                if not left[node]:
-                    self.accumulated(param)
+    def _weights_backward(self, parts: list[list[dict[str, Any]]]) -> WeightsBackward:
+        return WeightsBackward(self.body.parameters(), parts, self.accumulated, self.shared)
 
     def _recompute(self) -> Any:
         assert self.on_backward is not None

@@ -456,11 +456,12 @@ def steps(rank: int, name: str, config: dict[str, Any], shapes: list[tuple[int, 
     return dict(loss=worst, weights=weights, counts=counts)
 
 
-def left_early(rank: int, config: dict[str, Any], model: str) -> tuple[int, int, int, int, int]:
+def left_early(rank: int, config: dict[str, Any], model: str) -> dict[str, int]:
     """Train a batch; return how many buckets had left when, and how many should have.
 
-    Before the first and the last stage of this rank were done, and of those that one stage completes; then, when all
-    are done, of all.
+    ``begin`` and ``end``: before the first and the last stage of this rank were done; ``one_stage``: those with
+    parameters of one stage only; ``done``: when all stages were; ``all``: of how many; ``late``: the place of those
+    with parameters of several stages; ``embedded``: when the embedding's stage was done, or -1.
     """
     from tests.models.pipeline import make_engine
 
@@ -468,14 +469,20 @@ def left_early(rank: int, config: dict[str, Any], model: str) -> tuple[int, int,
     parallel = engine.gradients.data_parallel
     seen: list[int] = []
 
+    embedded: list[int] = []
+
     def completing(stage: int | None) -> None:
         if stage is None:
             seen.append(parallel._launched)
+        at = parallel._completing
         parallel.completing(stage)
+        if stage is None and at == 0:
+            embedded.append(parallel._launched)
 
     params = engine.parameters()
-    on_one = {params[e.name] for e in engine.entries if e.local and len(e.stages) == 1} & set(engine._stage_of)
-    early = sum(on_one.issuperset(chain(*bucket.parts.values())) for bucket in parallel._buckets)
+    on_one = {params[e.name] for e in engine.entries if e.local and len(e.stages) == 1}
+    on_one &= {param for param, stages in engine._stages_of.items() if len(stages) == 1}
+    early = [on_one.issuperset(chain(*bucket.parts.values())) for bucket in parallel._buckets]
 
     for stage in engine.stages:
         stage.completing = completing
@@ -483,7 +490,10 @@ def left_early(rank: int, config: dict[str, Any], model: str) -> tuple[int, int,
     in_the_end = parallel._launched
     engine.reduce_gradients()
     engine.release()
-    return seen[0], seen[-1], early, in_the_end, len(parallel._buckets)
+    return dict(
+        begin=seen[0], end=seen[-1], one_stage=sum(early), done=in_the_end, all=len(parallel._buckets),
+        late=[*early, False].index(False), embedded=embedded[0] if embedded else -1, stages=len(engine.local_stages),
+    )  # fmt: skip
 
 
 def trimmed_loss(model: nn.Module, part: dict[str, Tensor]) -> Tensor:

@@ -87,7 +87,7 @@ def test_what_a_split_backward_tells_makes_buckets_leave_in_order(tmp_path: Path
         params = [torch.nn.Parameter(torch.ones(2**18)) for _ in range(3)]
         for overlap, expected in ((True, [0, 1, 1, 3]), (False, [0, 0, 0, 0])):
             one = DataParallel(params, owner=None, group=dist.group.WORLD, count=lambda *_: None, overlap=overlap)
-            one.expect(dict.fromkeys(params, 1), keep=False)
+            one.expect(dict.fromkeys(params, (1,)), keep=False)
             one.completing(1)
             one.accumulated(params[0])  # one replica: nothing to sum, nothing to do
             one.completing(None)
@@ -96,7 +96,7 @@ def test_what_a_split_backward_tells_makes_buckets_leave_in_order(tmp_path: Path
             one._bucket_of = {p: b for b in one._buckets for part in b.parts.values() for p in part}
             for param in params:
                 param.grad = torch.ones_like(param)
-            one.expect(dict.fromkeys(params, 1), keep=False)
+            one.expect(dict.fromkeys(params, (1,)), keep=False)
             launched = []
             one.accumulated(params[2])  # not the last backward yet
             launched.append(one._launched)
@@ -113,6 +113,39 @@ def test_what_a_split_backward_tells_makes_buckets_leave_in_order(tmp_path: Path
         dist.destroy_process_group()
 
 
+def test_what_two_stages_add_to_leaves_when_both_have(tmp_path: Path) -> None:
+    """Between two buckets of the stage whose backward is interrupted for the other's."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        params = [torch.nn.Parameter(torch.ones(2**18)) for _ in range(4)]
+        one = DataParallel(params, owner=None, group=dist.group.WORLD, count=lambda *_: None)
+        buckets = one._in_order(last={params[0]}, last_at=2 / 3)
+        assert [part[None] for part in (bucket.parts for bucket in buckets)] == [[params[i]] for i in (3, 2, 0, 1)]
+        one._buckets = buckets
+        one._bucket_of = {p: b for b in one._buckets for part in b.parts.values() for p in part}
+        for param in params:
+            param.grad = torch.ones_like(param)
+        one.expect({param: (0, 2) if param is params[0] else (2,) for param in params}, keep=False)
+        one.completing(2)
+        for index in (0, 3, 2):
+            one.accumulated(params[index])
+        assert one._launched == 2
+        one.pausing()
+        one.accumulated(params[1])  # some backward that is not the stage's last
+        one.accumulated(params[0])  # nor is this the other stage's
+        assert one._launched == 2
+        one.completing(0)
+        one.accumulated(params[0])
+        assert one._launched == 3
+        one.completing(None)
+        one.completing(2)
+        one.accumulated(params[1])
+        assert one._launched == 4
+        one.reduce_gradients()
+    finally:
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_gradient_that_grows_after_it_has_left_is_noticed(tmp_path: Path, keep: bool) -> None:
     """As of a parameter used twice, recomputed each time in a backward of its own."""
@@ -125,7 +158,7 @@ def test_a_gradient_that_grows_after_it_has_left_is_noticed(tmp_path: Path, keep
         for _ in range(2):  # what was noticed is forgotten by the next step
             for param in params:
                 param.grad = torch.ones_like(param)
-            one.expect(dict.fromkeys(params, 1), keep=keep)
+            one.expect(dict.fromkeys(params, (1,)), keep=keep)
             one.completing(1)
             one.accumulated(params[2])
             assert not one.grown

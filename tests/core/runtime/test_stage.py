@@ -14,9 +14,9 @@ from torch import nn
 from holmes_core.plan.layout import Layout
 from holmes_core.plan.one_f_one_b import embedding_on_last
 from holmes_core.runtime.engine import Engine
-from holmes_core.runtime.schedule import torch_actions, trailing_weights
-from holmes_core.runtime.stage import HolmesStage
+from holmes_core.runtime.schedule import before_embedding, torch_actions, trailing_weights
 from holmes_core.runtime.torch_compat import stage_backward_input
+from holmes_core.runtime.weights import WeightsBackward, WeightsTogether
 from tests.core.runtime import pipeline_models as models
 from tests.models.pipeline import Outcome, Workers
 
@@ -80,16 +80,22 @@ def test_gradients_leave_before_a_stage_is_done_split_or_not(more: dict[str, Any
     try:
         config = {"pp": 2, "dp": 2, "num_microbatches": 4, **more}
         for model in ("Gpt",) if "embedding" in more else ("Gpt", "sequential"):
-            for _, left, early, in_the_end, there in workers.run(models.left_early, config, model).check():
-                assert left == early > 0
-                assert in_the_end == there
-        for left, *_ in workers.run(models.left_early, {**config, "overlap": False}, "Gpt").check():
-            assert left == 0
+            for left in workers.run(models.left_early, config, model).check():
+                assert left["one_stage"] > 0
+                assert left["done"] == left["all"]
+                if "embedding" in more and left["stages"] == 2:  # its gradients leave while weights' parts are left
+                    assert left["late"] < left["embedded"] < left["all"]
+                    assert left["end"] == left["all"]
+                else:
+                    assert left["end"] == left["one_stage"]
+        for left in workers.run(models.left_early, {**config, "overlap": False}, "Gpt").check():
+            assert left["begin"] == 0
     finally:
         workers.close()
 
 
-def test_split_backwards_are_ended_together_parameter_by_parameter_the_last_first() -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_split_backwards_are_ended_together_parameter_by_parameter_the_last_first(shared: bool) -> None:
     torch.manual_seed(0)
     body = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
     batches = [torch.randn(2, 4, requires_grad=True) for _ in range(3)]
@@ -97,21 +103,35 @@ def test_split_backwards_are_ended_together_parameter_by_parameter_the_last_firs
     expected = [p.grad.clone() for p in body.parameters()]
     body.zero_grad()
     told: list[tuple[nn.Parameter, torch.Tensor]] = []
-    stage = SimpleNamespace(body=body, accumulated=lambda param: told.append((param, param.grad.clone())))
     parts = [stage_backward_input([body(x).square().sum()], None, [x], body.parameters())[1] for x in batches]
     assert all(p.grad is None for p in body.parameters())
-    HolmesStage._weights_backward(stage, parts)
+    unused = nn.Parameter()
+    first = set(body[0].parameters()) if shared else set()
+    backward = WeightsBackward(
+        [*body.parameters(), unused], parts, lambda param: told.append((param, param.grad.clone())), first
+    )
+    assert backward.unused() == [unused]
+    backward.run(0.5)
+    paused = len(told)
+    backward.run()
     for param, grad in zip(body.parameters(), expected, strict=True):
         torch.testing.assert_close(param.grad, grad)
     assert all(torch.equal(param.grad, then) for param, then in told)  # complete when told
     order = [next(i for i, layer in enumerate(body) if any(p is one for p in layer.parameters())) for one, _ in told]
-    assert order == [2, 2, 1, 1, 0, 0]
+    assert order == ([0, 0, 2, 2, 1, 1] if shared else [2, 2, 1, 1, 0, 0])
+    # Half of what is not shared: one of two layers; of three, one and of the next not all micro-batches.
+    assert paused == (4 if shared else 2)
 
 
 def test_weights_parts_at_the_end_of_a_stage_wait_for_its_last() -> None:
     orders = torch_actions(embedding_on_last(2, 5, split=True, tapered=True))
-    assert trailing_weights(orders[1], 2) == {0, 3, 4}  # the embedding's own backward passes come after them
-    assert trailing_weights(orders[1], 0) == trailing_weights(orders[0], 1) == frozenset()
+    # The embedding's own backward passes come before the last of them.
+    assert trailing_weights(orders[1], 2) == WeightsTogether(micro_batches=frozenset({4}))
+    together = WeightsTogether(micro_batches=frozenset({0, 3, 4}), pause=3, part=2 / 3)
+    assert trailing_weights(orders[1], 2, embedding=0) == together
+    assert trailing_weights(orders[1], 0) == trailing_weights(orders[0], 1) == WeightsTogether()
+    assert before_embedding(2, split=True, tapered=True) == 2 / 3
+    assert before_embedding(2, split=True, tapered=False) == before_embedding(2, split=False, tapered=True) == 1.0
 
 
 def test_a_tapered_batch_is_cut_smaller_at_its_ends() -> None:
