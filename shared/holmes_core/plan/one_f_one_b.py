@@ -103,8 +103,8 @@ def embedding_on_last(
     """1F1B whose stage 0 is the embedding alone, on the last rank; blocks are stages 1 to `pp`, one per rank.
 
     The embedding works ahead by as many micro-batches as the first blocks may have in flight, so that they never wait
-    for it, and takes its gradients when they have had as long to return; it is little work at any time. Where the last
-    micro-batch is a smaller one, its gradient has returned before all deferred weights' parts are done: the last of
+    for it, and takes its gradients when they have had as long to return; it is little work at any time. With two ranks
+    and a smaller last micro-batch, its gradient has returned before all deferred weights' parts are done: the last of
     them comes after it, and the embedding's gradients can travel to other replicas meanwhile.
 
     Args:
@@ -129,5 +129,5 @@ def embedding_on_last(
         elif kind in "BI" and i >= lead:
             merged.append(Action(0, "B", i - lead))
     ending = [Action(0, "B", i) for i in range(max(0, num_microbatches - lead), num_microbatches)]
-    place = len(merged) - (split and tapered)
+    place = len(merged) - (split and tapered and pp == 2)  # over more ranks it returns later than that
     return [*orders[:-1], [*merged[:place], *ending, *merged[place:]]]

@@ -52,6 +52,9 @@ _KINDS = {"F": _F, "B": _B, "I": ComputationType.BACKWARD_INPUT, "W": Computatio
 _WORK = frozenset(_KINDS.values())
 _SENDS = (ComputationType.SEND_F, ComputationType.SEND_B)
 _RECEIVES = (ComputationType.RECV_F, ComputationType.RECV_B)
+#: Part of the weights that a stage does before the last backward of an embedding beside it. By then this has got its
+#: last gradient; under the rest, an eighth as a bucket is, the embedding's gradients travel.
+_BEFORE_EMBEDDING = 7 / 8
 _POSTED = 4  # activations that a rank makes room for before it needs them, per edge
 
 
@@ -218,9 +221,7 @@ def trailing_weights(actions: Sequence[Action], stage: int, *, embedding: int | 
         found.append(index)
     if not pause or pause == len(found):
         return WeightsTogether(micro_batches=frozenset(found))
-    return WeightsTogether(
-        micro_batches=frozenset(found), pause=found[pause], part=(len(found) - pause) / len(found)
-    )
+    return WeightsTogether(micro_batches=frozenset(found), pause=found[pause], part=_BEFORE_EMBEDDING)
 
 
 def before_embedding(pp: int, *, split: bool, tapered: bool) -> float:

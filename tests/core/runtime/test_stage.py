@@ -127,11 +127,12 @@ def test_weights_parts_at_the_end_of_a_stage_wait_for_its_last() -> None:
     orders = torch_actions(embedding_on_last(2, 5, split=True, tapered=True))
     # The embedding's own backward passes come before the last of them.
     assert trailing_weights(orders[1], 2) == WeightsTogether(micro_batches=frozenset({4}))
-    together = WeightsTogether(micro_batches=frozenset({0, 3, 4}), pause=3, part=2 / 3)
+    together = WeightsTogether(micro_batches=frozenset({0, 3, 4}), pause=3, part=7 / 8)
     assert trailing_weights(orders[1], 2, embedding=0) == together
     assert trailing_weights(orders[1], 0) == trailing_weights(orders[0], 1) == WeightsTogether()
-    assert before_embedding(2, split=True, tapered=True) == 2 / 3
-    assert before_embedding(2, split=True, tapered=False) == before_embedding(2, split=False, tapered=True) == 1.0
+    assert before_embedding(2, split=True, tapered=True) == 7 / 8
+    for other in ({"tapered": False}, {"split": False}, {"pp": 3}):
+        assert before_embedding(**{"pp": 2, "split": True, "tapered": True, **other}) == 1.0
 
 
 def test_a_tapered_batch_is_cut_smaller_at_its_ends() -> None:
