@@ -74,7 +74,7 @@ def main() -> None:
             parser.error(f"--add: {saved} has {kept['what']}; this would be {what}: not to be compared")
         for *key, runs in kept["runs"]:
             results[key[0], key[1]] = [Run(**run) for run in runs]
-        commands += kept["commands"]
+        commands += kept.get("commands", [])
     failures: dict[Key, str] = {}
     keys = [(setting, name) for setting in args.settings for name in args.systems]
     if args.jobs:
